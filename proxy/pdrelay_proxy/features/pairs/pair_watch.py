@@ -27,7 +27,7 @@ class PairWatch:
         self._round_began = 0.0
         # Of prefill engines, at the end of the last round.
         self._engine_ids: dict[InstanceId, str | None] = {}
-        self._unknown = 0  # engines of this round's news that nobody knows
+        self._unknown = 0  # engines of this round's news that are not in the registry
         self._next = 0  # the prefill engine that is asked next
 
     def decode_shown(self, decode: Instance, exposition: bytes, now: float, /) -> None:

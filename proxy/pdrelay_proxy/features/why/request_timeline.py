@@ -289,8 +289,8 @@ def _span(
     what: str, where: str, events: Sequence[EngineEvent], first: str, lasts: Sequence[str]
 ) -> Sequence[Row]:
     """Return a row from the first event of one kind to the last of others; none without a first."""
-    begins = [e for e in events if e.step == first]
-    ends = [e for e in events if e.step in lasts]
+    begins = [event for event in events if event.step == first]
+    ends = [event for event in events if event.step in lasts]
     if not begins:
         return ()
     renewals = sum(event.step == "lease_renewed" for event in events)

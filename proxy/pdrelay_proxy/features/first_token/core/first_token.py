@@ -108,9 +108,9 @@ class FirstToken(Opening):
     """The first token of an answer, which may be all of it. It does not change."""
 
     __slots__ = (
+        "_answer",
         "_begin",
         "_choice",
-        "_said",
         "_text",
         "api",
         "fields",
@@ -123,23 +123,23 @@ class FirstToken(Opening):
         self,
         api: Api,
         fields: Fields,
-        said: TokensAnswer,
+        answer: TokensAnswer,
         token: int,
         text: str,
         prompt: msgspec.Raw,
     ) -> None:
-        (choice,) = said.choices
+        (choice,) = answer.choices
         Opening.__init__(self, 1, choice.finish_reason == "stop")
         self.api = api
         self.fields = fields  # the client's
-        self._said = said
+        self._answer = answer
         self._choice = choice
         self._text = text
         self.head: Fields = {
-            "id": said.id,
+            "id": answer.id,
             "object": _CHUNKS[api],
-            "created": said.created,
-            "model": said.model,
+            "created": answer.created,
+            "model": answer.model,
         }
         self._begin = b"data: " + encode(self.head)[:-1] + b',"choices":['  # of each event
         self.prompt = prompt  # its tokens
@@ -160,14 +160,14 @@ class FirstToken(Opening):
 
     def _end(self) -> bytes:
         """Return the events of a token that is all of the answer."""
-        said = self._said
+        answer = self._answer
         fingerprint = b""
-        if said.system_fingerprint != NULL:
-            fingerprint = b',"system_fingerprint":' + bytes(said.system_fingerprint)
+        if answer.system_fingerprint != NULL:
+            fingerprint = b',"system_fingerprint":' + bytes(answer.system_fingerprint)
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
         if options.get("include_usage") != TRUE:
             return self._event(self._content("stop"), fingerprint) + _DONE
-        counts = {name: value for name, value in (said.usage or {}).items() if value != NULL}
+        counts = {name: value for name, value in (answer.usage or {}).items() if value != NULL}
         counted = self._event(None, b',"usage":' + encode(counts) + fingerprint)
         return self._event(self._content("stop")) + counted + _DONE
 
@@ -182,12 +182,12 @@ class FirstToken(Opening):
                 "prompt_token_ids": None,
                 "token_ids": None,
             }
-        said: dict[str, object] = {"index": 0, "delta": {"content": self._text}, "logprobs": None}
-        said["finish_reason"] = finish
+        choice: dict[str, object] = {"index": 0, "delta": {"content": self._text}, "logprobs": None}
+        choice["finish_reason"] = finish
         if finish:
-            said["stop_reason"] = self._choice.stop_reason
-        said["token_ids"] = None
-        return said
+            choice["stop_reason"] = self._choice.stop_reason
+        choice["token_ids"] = None
+        return choice
 
     def _event(self, choice: dict[str, object] | None, more: bytes = b"") -> bytes:
         """Write an event; ``choice``: its only one; ``more``: the fields behind it."""
@@ -207,8 +207,10 @@ class FirstToken(Opening):
                 | behind
                 | {"prompt": msgspec.Raw(self._tokens()), "kv_transfer_params": params}
             )
-        told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + self._tokens() + b"}"
-        return fields | behind | {"kv_transfer_params": msgspec.Raw(told)}
+        params_with_ids = (
+            bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + self._tokens() + b"}"
+        )
+        return fields | behind | {"kv_transfer_params": msgspec.Raw(params_with_ids)}
 
     def alone_fields(self) -> Fields:
         """Return what a decode engine is asked that computes the prompt itself."""
@@ -231,24 +233,28 @@ class FirstToken(Opening):
 
 
 def first_token(
-    api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None, counted: int | None
+    api: Api,
+    fields: Fields,
+    offer: FirstTokenOffer,
+    answer: TokensAnswer | None,
+    counted: int | None,
 ) -> FirstToken | None:
     """Return the token of a prefill engine's answer; None: it cannot be shown.
 
     ``counted``: tokens of the prompt.
     """
     if (
-        said is None
-        or len(said.choices) != 1
-        or said.usage is None
-        or NULL in (said.id, said.created, said.model)
+        answer is None
+        or len(answer.choices) != 1
+        or answer.usage is None
+        or NULL in (answer.id, answer.created, answer.model)
     ):
         return None
-    (choice,) = said.choices
+    (choice,) = answer.choices
     tokens = choice.token_ids
     is_completion = api is _COMPLETIONS
     text = choice.text if is_completion else _content(choice)
-    prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
+    prompt = choice.prompt_token_ids if is_completion else answer.prompt_token_ids
     if (
         text is None
         or _HALF in text
@@ -263,7 +269,7 @@ def first_token(
         return None
     if counted is None or counted + 1 >= offer.max_model_len:
         return None
-    return FirstToken(api, fields, said, tokens[0], text, prompt)
+    return FirstToken(api, fields, answer, tokens[0], text, prompt)
 
 
 def _content(choice: TokensChoice) -> str | None:
@@ -346,8 +352,8 @@ class Spliced:
         for name in _IN_ALL:
             if name in chunk:
                 chunk[name] = self._first.head[name]
-        if "usage" in chunk and (said := maybe(chunk["usage"], Fields)):
-            chunk["usage"] = _whole_usage(said)
+        if "usage" in chunk and (usage := maybe(chunk["usage"], Fields)):
+            chunk["usage"] = _whole_usage(usage)
         return _DATA + b" " + encode(chunk) + b"\n"
 
     def _learn(self, line: bytes) -> None:

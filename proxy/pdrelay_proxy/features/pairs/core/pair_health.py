@@ -32,7 +32,7 @@ _MAX_REST_S: Final = 600.0
 _LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
 
 
-# Those that may be the pair's own. The others befall one engine, whoever the other is.
+# Reasons that may be the pair's own; the others concern one engine, with any partner.
 OF_THE_PAIR: Final = LASTING | {
     PairFailure.TRANSFER,
     PairFailure.TIMEOUT,
@@ -133,7 +133,7 @@ class PairHealth:
     @property
     def resting(self) -> int:
         """How many pairs get no requests, or one."""
-        return sum([len(each) for each in self._avoided.values()])
+        return sum([len(prefills) for prefills in self._avoided.values()])
 
     def failed(
         self, pair: Pair, reason: PairFailure, count: int, *, now: float
@@ -178,14 +178,14 @@ class PairHealth:
         """Take in all troubles that a decode engine shows; return the pairs of which it did not
         show that before.
         """
-        news = [pair for pair, each in troubles.items() if self.troubles.get(pair) != each]
+        news = [pair for pair, trouble in troubles.items() if self.troubles.get(pair) != trouble]
         for gone in [pair for pair in self.troubles if pair[1] == decode and pair not in troubles]:
             del self.troubles[gone]
         room = self._most - len(self.troubles)
-        for pair, each in troubles.items():
+        for pair, trouble in troubles.items():
             if pair in self.troubles or room > 0:
                 room -= pair not in self.troubles
-                self.troubles[pair] = each
+                self.troubles[pair] = trouble
         return news
 
     def worked(self, pair: Pair, *, only: PairFailure | None = None) -> FailingPair | None:
@@ -222,7 +222,7 @@ class PairHealth:
 
         One whose trial has shown nothing is tried again.
         """
-        return [pair for pair, each in self._pairs.items() if each.due <= now]
+        return [pair for pair, failing in self._pairs.items() if failing.due <= now]
 
     def has_rested(self, pair: Pair, *, now: float) -> bool:
         """Tell whether a pair rests that has rested for long enough, also if its trial was
@@ -254,14 +254,14 @@ class PairHealth:
 
     def _may_rest(self, pair: Pair) -> bool:
         """Tell whether the sets of avoided engines stay few if this pair rests."""
-        sets = {decode: frozenset(each) for decode, each in self._avoided.items()}
+        sets = {decode: frozenset(prefills) for decode, prefills in self._avoided.items()}
         sets[pair[1]] = sets.get(pair[1], frozenset[InstanceId]()) | {pair[0]}
         return len(set(sets.values())) <= MOST_SETS
 
     def _make_room(self) -> bool:
         """Forget the pair that has failed first of those that do not rest; False: all do."""
-        for pair, each in self._pairs.items():
-            if each.state is PairState.FAILING:
+        for pair, failing in self._pairs.items():
+            if failing.state is PairState.FAILING:
                 self._drop(pair)
                 return True
         return False
@@ -281,7 +281,7 @@ class PairHealth:
         self._look_again()
 
     def _look_again(self) -> None:
-        self.next_at = min([each.due for each in self._pairs.values()], default=math.inf)
+        self.next_at = min([failing.due for failing in self._pairs.values()], default=math.inf)
 
 
 def _end_silent_trial(pair: FailingPair, now: float) -> None:

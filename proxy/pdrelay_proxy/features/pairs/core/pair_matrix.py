@@ -96,19 +96,19 @@ class PairMatrix:
 
     def latest(self) -> Sequence[tuple[Pair, PairFacts]]:
         """List the pairs, the one that was used last first."""
-        return sorted(self._facts.items(), key=lambda each: -each[1].last_at)
+        return sorted(self._facts.items(), key=lambda item: -item[1].last_at)
 
     def works_elsewhere(self, pair: Pair, since: float) -> bool:
         """Tell whether both engines of a pair have served a request with others that began since
         then.
         """
         prefill, decode = pair
-        found = [
-            each
-            for each, facts in self._facts.items()
-            if facts.good_since >= since and each != pair
+        good = [
+            other
+            for other, facts in self._facts.items()
+            if facts.good_since >= since and other != pair
         ]
-        return prefill in {each[0] for each in found} and decode in {each[1] for each in found}
+        return prefill in {other[0] for other in good} and decode in {other[1] for other in good}
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
         """Forget the pairs of engines that are no longer known."""
@@ -121,11 +121,11 @@ class PairMatrix:
         If there are too many, an eighth goes: one by one would cost each request.
         """
         if len(self._facts) >= self.most:
-            by_age = heapq.nsmallest(
-                max(1, self.most // 8), self._facts, key=lambda each: self._facts[each].last_at
+            oldest = heapq.nsmallest(
+                max(1, self.most // 8), self._facts, key=lambda old: self._facts[old].last_at
             )
-            for gone in by_age:
-                del self._facts[gone]
-            self.counts[()] += len(by_age)
+            for old in oldest:
+                del self._facts[old]
+            self.counts[()] += len(oldest)
         facts = self._facts[pair] = PairFacts()
         return facts

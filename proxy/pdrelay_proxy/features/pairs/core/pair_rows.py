@@ -37,12 +37,11 @@ def pair_rows(
     """Describe the pairs that fail, and then those that were used lately, the latest first;
     ``find``: an engine.
     """
-    failing = health.pairs()
-    for pair, each in failing:
-        yield _row(
-            pair, matrix.get(pair), each, modes.get(pair), now, trouble=health.troubles.get(pair)
-        )
-    known = {pair for pair, _ in failing}
+    known = set[Pair]()
+    for pair, failing in health.pairs():
+        known.add(pair)
+        trouble = health.troubles.get(pair)
+        yield _row(pair, matrix.get(pair), failing, modes.get(pair), now, trouble=trouble)
     for pair, trouble in list(health.troubles.items()):
         if pair not in known:
             known.add(pair)

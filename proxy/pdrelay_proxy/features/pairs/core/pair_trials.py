@@ -48,11 +48,11 @@ class PairTrials:
         Requests try pairs of a prefill and a decode engine alone.
         """
         health = self._health
-        for each in decode if health.has_any else ():
-            pair = lender.id, each.id
-            if health.has_rested(pair, now=now) and self._fit(lender, each):
+        for reader in decode if health.has_any else ():
+            pair = lender.id, reader.id
+            if health.has_rested(pair, now=now) and self._fit(lender, reader):
                 health.tried(pair, now=now)
-                return each
+                return reader
         return None
 
     def _due(
@@ -63,8 +63,8 @@ class PairTrials:
         *,
         now: float,
     ) -> tuple[Instance, Instance] | None:
-        prefills = {each.id: each for each in prefill}
-        decodes = {each.id: each for each in decode}
+        prefills = {engine.id: engine for engine in prefill}
+        decodes = {engine.id: engine for engine in decode}
         for names in self._health.due(now=now):
             lender = prefills.get(names[0])
             reader = decodes.get(names[1])

@@ -69,7 +69,7 @@ class PeerLoads:
             more = count - last.get((peer, outcome), 0)
             if more:
                 news.setdefault(peer, {})[outcome] = more
-        return [_news(peer, each) for peer, each in news.items()], False
+        return [_news(peer, outcomes) for peer, outcomes in news.items()], False
 
     def keep(self, decodes: frozenset[InstanceId]) -> None:
         """Forget the engines that are no longer known."""

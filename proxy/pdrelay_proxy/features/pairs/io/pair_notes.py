@@ -1,4 +1,4 @@
-"""What happens between two engines, as requests and engines show it: told to what knows pairs."""
+"""Passes what requests and engines show of pairs to the parts that remember it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -150,19 +150,19 @@ class PairNotes(PairHistory):
         """
         unknown = list[str]()
         by_peer = self._lenders() if news else dict[str, Sequence[Instance]]()
-        for each in news:
-            prefills = by_peer.get(each.peer, ())
+        for shown in news:
+            prefills = by_peer.get(shown.peer, ())
             if not prefills:
-                unknown.append(each.peer)
+                unknown.append(shown.peer)
             for prefill in prefills:
                 pair = prefill.id, decode.id
-                if each.loaded and not each.has_wrong_kv:  # most loads are not compared
+                if shown.loaded and not shown.has_wrong_kv:  # most loads are not compared
                     self._worked(pair)
-                    self._count(each.failed)
-                elif each.worst is not None:
-                    self._loads_failed(pair, each.failed, each.worst, each.count, now)
+                    self._count(shown.failed)
+                elif shown.worst is not None:
+                    self._loads_failed(pair, shown.failed, shown.worst, shown.count, now)
                 else:
-                    self._count(each.failed)
+                    self._count(shown.failed)
         return unknown
 
     def take_troubles(self, decode: Instance, shown: Mapping[str, PairTrouble]) -> None:
@@ -319,5 +319,7 @@ class PairNotes(PairHistory):
         """List the pairs that get no requests."""
         failing = self.health.pairs()
         return [
-            (pair, each.reason) for pair, each in failing if each.state is not PairState.FAILING
+            (pair, health.reason)
+            for pair, health in failing
+            if health.state is not PairState.FAILING
         ]

@@ -19,7 +19,7 @@ class PeerCounts:
     def begin(self) -> None:
         """Show all series from the start."""
         self.heard_routers = 0
-        self.datagrams.update(dict.fromkeys(("sent", "received", *DatagramFault), 0))
+        self.datagrams.update(dict.fromkeys(("sent", "send_failed", "received", *DatagramFault), 0))
 
     def families(self) -> Iterator[Family]:
         """Return its metrics."""

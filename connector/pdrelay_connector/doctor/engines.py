@@ -10,11 +10,11 @@ import msgspec
 from pdrelay_connector.core.doctor.examination import shortened
 from pdrelay_connector.core.doctor.finding import Finding, refusal
 from pdrelay_connector.core.ids import Address, EngineId
-from pdrelay_connector.core.layout.shape_checks import check_layers, check_shapes
-from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
+from pdrelay_connector.core.layout.shape_checks import difference
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from pdrelay_connector.core.session.handshake import HandshakeClient
 from pdrelay_connector.core.session.peers import mismatch
-from pdrelay_connector.errors import IncompatiblePeer, PeerError
+from pdrelay_connector.errors import PeerError
 from pdrelay_connector.io.connect import open_connection
 from pdrelay_connector.io.secrets import secrets_in_force
 from pdrelay_connector.io.tls import Tls
@@ -80,7 +80,7 @@ def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> lis
     findings = [refusal(facts.failure) for facts, _ in looks if facts.failure]
     reached = [(facts, welcome) for facts, welcome in looks if welcome is not None]
     for (engine, ours), (other_engine, theirs) in pairwise(reached):
-        if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(
+        if reason := mismatch(ours.fingerprint, theirs.fingerprint) or difference(
             ours.ranks, theirs.ranks
         ):
             findings.append(
@@ -92,15 +92,3 @@ def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> lis
                 )
             )
     return findings
-
-
-def _difference(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> str | None:
-    """Return why caches of these shapes do not fit together."""
-    try:
-        check_layers(ours, theirs)
-        for our_rank in ours:
-            for their_rank in theirs:
-                check_shapes(our_rank, their_rank)
-    except IncompatiblePeer as exc:
-        return str(exc)
-    return None

@@ -134,7 +134,7 @@ def unwrap(message: messages.Examination) -> Content:
 
 def shortened(text: str, most: int = 1024) -> str:
     """Return text of another end as one printable line of at most ``most`` characters."""
-    return "".join(char if char.isprintable() else "?" for char in text)[:most]
+    return messages.printable(text)[:most]
 
 
 def printable(facts: EndFacts) -> EndFacts:

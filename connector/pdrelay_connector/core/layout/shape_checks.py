@@ -14,6 +14,18 @@ SMALLEST_RUN = 16  # bytes; for shorter runs the NIXL descriptors would outweigh
 _UNKNOWN_ORDER = "must be equal, because the order within its attention kernel's blocks is unknown"
 
 
+def difference(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> str | None:
+    """Return why two engines cannot exchange KV; None: they can, by their shapes."""
+    try:
+        check_layers(ours, theirs)
+        for our_rank in ours:
+            for their_rank in theirs:
+                check_shapes(our_rank, their_rank)
+    except IncompatiblePeer as exc:
+        return str(exc)
+    return None
+
+
 def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
     """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers."""
     our_layers, their_layers = (

@@ -11,7 +11,7 @@ from typing import Final
 
 from pdrelay_connector.core.counters import UNREACHABLE, Counters
 from pdrelay_connector.core.ids import Address, ConnId, EngineId
-from pdrelay_connector.core.layout.shape_checks import check_layers, check_shapes
+from pdrelay_connector.core.layout.shape_checks import difference
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
 from pdrelay_connector.core.ports import (
     ConnectFailed,
@@ -21,7 +21,6 @@ from pdrelay_connector.core.ports import (
     PeerConnected,
 )
 from pdrelay_connector.core.state_machine import transition
-from pdrelay_connector.errors import IncompatiblePeer
 
 # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 QUIET = 1800.0
@@ -302,15 +301,7 @@ class PeerTable:
         return "model" if mismatch(self._own, welcome.fingerprint) is not None else "refused"
 
     def _difference(self, welcome: Welcome) -> str | None:
-        try:
-            if self._ranks:
-                check_layers(self._ranks, welcome.ranks)
-            for ours in self._ranks:
-                for theirs in welcome.ranks:
-                    check_shapes(ours, theirs)
-        except IncompatiblePeer as exc:
-            return str(exc)
-        return None
+        return difference(self._ranks, welcome.ranks) if self._ranks else None
 
 
 _OF_THE_MODEL: Final = ("config", "tokenizer", "weights")  # digests

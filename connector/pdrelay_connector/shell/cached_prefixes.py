@@ -17,7 +17,7 @@ from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.shell.block_shortage import BlockShortage
-from pdrelay_connector.shell.decode_modes import Post
+from pdrelay_connector.shell.control_thread import Post
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
 

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pdrelay")
 
 Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by worker
+ControlCommand: TypeAlias = Command[ControlPlane]
+Post: TypeAlias = Callable[[ControlCommand], None]  # ControlThread.post
 
 
 class ControlThread:
@@ -76,7 +78,7 @@ class ControlThread:
         self._has_warned = False  # that leases are not renewed
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
         # commands while the engine sleeps
-        self._kept_commands: list[Command[ControlPlane]] | None = None
+        self._kept_commands: list[ControlCommand] | None = None
         self._outbox: Outbox[ControlResult] = Outbox(on_news=on_news)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint, engine: EngineId) -> None:
@@ -139,7 +141,7 @@ class ControlThread:
         if self._runner is not None:
             self._runner.stop()
 
-    def post(self, command: Command[ControlPlane]) -> None:
+    def post(self, command: ControlCommand) -> None:
         """Run a command on the thread; raises ``ConnectorError`` if it has died."""
         if self._runner is None:
             raise RuntimeError(

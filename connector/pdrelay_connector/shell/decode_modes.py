@@ -3,19 +3,17 @@
 Chosen once, when the connector is built.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from vllm.v1.request import Request
 
-from pdrelay_connector.core.control import ControlPlane
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.core.layout.cache_groups import moved_tokens
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.lease.kv_params import (
     PullParams,
     PushParams,
-    digest_prompt,
     parse_pull_params,
     parse_push_params,
 )
@@ -25,13 +23,12 @@ from pdrelay_connector.core.pull.load import LoadOrder
 from pdrelay_connector.core.push.decode_scheduler import PushOrder
 from pdrelay_connector.core.results import LoadResult
 from pdrelay_connector.errors import AdapterMismatch, InvalidKvParams, PromptMismatch
-from pdrelay_connector.shell.adapters import ADAPTERS
+from pdrelay_connector.shell.control_thread import ControlCommand, Post
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
+from pdrelay_connector.shell.prompt_identity import adapter_of, digest
+from pdrelay_connector.shell.timeline_notes import Clock
 
-ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
-Post: TypeAlias = Callable[[ControlCommand], None]
-Clock: TypeAlias = Callable[[], float]  # s since the epoch
 # the block ids of a request, for each KV cache group
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 
@@ -306,16 +303,6 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
         raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
 
 
-def adapter_of(request: Request) -> str | None:
-    """Return the LoRA adapter of a request, by its name and its digest."""
-    return ADAPTERS.identity_of(request.lora_request) if request.lora_request is not None else None
-
-
-def has_changed_adapter(request: Request) -> bool:
-    """Whether this engine may have KV of two states of a request's LoRA adapter."""
-    return request.lora_request is not None and ADAPTERS.has_changed(request.lora_request)
-
-
 def _check_adapter(source: PullParams, request: Request) -> None:
     """Raise if the KV was computed with another adapter; a prompt's digest would not name it.
 
@@ -335,13 +322,3 @@ def _check_adapter(source: PullParams, request: Request) -> None:
             f"{source.pdrelay_adapter!r}, "
             f"the request here has {own!r}; its name and its weights must be equal on both engines"
         )
-
-
-def digest(request: Request, prompt_tokens: int) -> str | None:
-    """Return a digest of all inputs of so many tokens' KV; None: no token ids (embeddings)."""
-    features = [feature.identifier for feature in request.mm_features]
-    if (adapter := adapter_of(request)) is not None:
-        features.append(f"lora:{adapter}")
-    prompt = request.prompt_token_ids
-    tokens = prompt[:prompt_tokens] if prompt is not None else None
-    return digest_prompt(tokens, features, request.cache_salt)

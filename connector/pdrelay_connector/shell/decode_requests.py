@@ -29,13 +29,8 @@ from pdrelay_connector.errors import (
 )
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.block_shortage import has_blocks, takes_the_last_blocks
-from pdrelay_connector.shell.decode_modes import (
-    Clock,
-    DecodeMode,
-    Post,
-    PullDecode,
-    PushDecode,
-)
+from pdrelay_connector.shell.control_thread import Post
+from pdrelay_connector.shell.decode_modes import DecodeMode, PullDecode, PushDecode
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.met_engines import MetEngines
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
@@ -43,6 +38,7 @@ from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.partial_blocks import PartialBlocks
 from pdrelay_connector.shell.quarantine import Quarantine
 from pdrelay_connector.shell.shared_prompts import SharedPrompts
+from pdrelay_connector.shell.timeline_notes import Clock
 
 logger = init_logger("vllm.pdrelay")
 

@@ -29,20 +29,15 @@ from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import InvalidKvParams
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.block_shortage import BlockShortage
-from pdrelay_connector.shell.decode_modes import (
-    BlockTables,
-    Clock,
-    ControlCommand,
-    Post,
-    adapter_of,
-    digest,
-    has_changed_adapter,
-)
+from pdrelay_connector.shell.control_thread import ControlCommand, Post
+from pdrelay_connector.shell.decode_modes import BlockTables
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.first_token import PARAM as FIRST_TOKEN
 from pdrelay_connector.shell.held_blocks import HeldBlocks
+from pdrelay_connector.shell.prompt_identity import adapter_of, digest, has_changed_adapter
 from pdrelay_connector.shell.push_progress import PushProgress
 from pdrelay_connector.shell.sliding_windows import NULL, SlidingWindowPins
+from pdrelay_connector.shell.timeline_notes import Clock
 from pdrelay_connector.shell.truncated_prompts import can_move, truncate
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import EngineId, RequestId
 from pdrelay_connector.core.messages import MAX_FIND, MAX_ID, MAX_SALT, FindPrefix
-from pdrelay_connector.shell.decode_modes import Post
+from pdrelay_connector.shell.control_thread import Post
 from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.prefix_hashes import pack_tokens

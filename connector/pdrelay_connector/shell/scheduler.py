@@ -37,7 +37,7 @@ from pdrelay_connector.shell.bad_blocks import BadBlocks
 from pdrelay_connector.shell.cache_resets import before_resets
 from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
 from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
-from pdrelay_connector.shell.decode_modes import BlockTables, Clock
+from pdrelay_connector.shell.decode_modes import BlockTables
 from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.failed_loads import FailedLoads
@@ -46,7 +46,13 @@ from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.other_connectors import OtherConnectors
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
 from pdrelay_connector.shell.returned_prefixes import ReturnedPrefixes
-from pdrelay_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, dated
+from pdrelay_connector.shell.timeline_notes import (
+    WALL_CLOCK,
+    Clock,
+    TimelineNotes,
+    are_wanted,
+    dated,
+)
 from pdrelay_connector.shell.vllm_stats import PDRelayStats
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from pdrelay_connector.core.ids import EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import PullParams, PushParams
-from pdrelay_connector.shell.decode_modes import digest
+from pdrelay_connector.shell.prompt_identity import digest
 
 MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Container, Iterable
+from typing import TypeAlias
 
 from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -13,7 +14,8 @@ from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from pdrelay_connector.core.timeline import TimelineStep, shifted
 
 # The only clock that two engines share; signatures of kv_transfer_params allow for its error.
-WALL_CLOCK: Callable[[], float] = time.time  # noqa: TID251
+Clock: TypeAlias = Callable[[], float]  # s since the epoch
+WALL_CLOCK: Clock = time.time  # noqa: TID251
 PLUGIN = "pdrelay_timelines"  # vLLM's entry point (shell/timelines.py)
 MAX_REQUESTS = 4096  # whose first token has not come; those beyond are not noted
 _LEASE = {

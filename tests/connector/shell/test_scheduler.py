@@ -22,11 +22,11 @@ with warnings.catch_warnings():
     from vllm.v1.request import RequestStatus
 
     from pdrelay_connector.shell.control_thread import common_fingerprint
-    from pdrelay_connector.shell.decode_modes import digest
     from pdrelay_connector.shell.engine_config import EngineConfig
     from pdrelay_connector.shell.engine_waker import EngineWaker
     from pdrelay_connector.shell.held_blocks import HeldBlocks
     from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake
+    from pdrelay_connector.shell.prompt_identity import digest
     from pdrelay_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, PDRelayConnectorScheduler
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, Question

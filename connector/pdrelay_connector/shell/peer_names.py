@@ -19,12 +19,12 @@ class PeerNames:
         is_shared = (
             "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
         )
-        self._can_forget = isinstance(metric, (Counter, Gauge)) and not is_shared
+        self.can_forget = isinstance(metric, (Counter, Gauge)) and not is_shared
         self._named = set[str]()
 
     def admit(self, peer: str) -> bool:
         """Tell whether an engine may be named."""
-        if self._can_forget or peer in self._named:
+        if self.can_forget or peer in self._named:
             return True
         if len(self._named) >= MOST_NAMED:
             return False

@@ -198,12 +198,17 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._incompatible.remove(*first)
 
     def _show_accepted(self, *labels: str) -> None:
-        """Show no longer that an engine differs."""
-        if labels in self._refused:
-            del self._refused[labels]
+        """Show no longer that an engine differs.
+
+        vLLM tells each report to one of several API servers: another one may show the engine.
+        """
+        names = self._incompatible_names
+        is_shown = labels in self._refused
+        self._refused.pop(labels, None)
+        if names.can_forget and is_shown:
+            self._incompatible.remove(*labels)
+        elif is_shown or (not names.can_forget and names.admit(labels[-1])):
             self._incompatible.labels(*labels).set(0)
-            if isinstance(self._incompatible, Gauge):
-                self._incompatible.remove(*labels)
 
     def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
         """Count the loads of an engine from its first failure on; forget the longest ago."""

@@ -238,6 +238,20 @@ def test_an_engine_that_started_again_under_its_id_is_shown_as_refused_no_more(m
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) is None
 
 
+def test_an_engine_that_another_api_server_shows_as_refused_is_shown_so_no_more(metrics_of_shared_files):
+    """VLLM tells each report to one API server, and of the files that they share the latest value counts."""
+    metrics_of_shared_files.observe(PDRelayStats.from_report(StatsReport(compatible=["p"])).data)
+
+    labels = {"model_name": "m", "engine": "0", "peer": "p"}
+    assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) == 0
+
+
+@pytest.fixture
+def metrics_of_shared_files(monkeypatch, tmp_path):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    yield from made()
+
+
 def peer_failure(peer, outcome, engine="0"):
     labels = {"model_name": "m", "engine": engine, "peer": peer, "outcome": outcome, "reason": FAILURES[outcome]}
     return REGISTRY.get_sample_value("vllm:pdrelay_peer_failure", labels)

@@ -167,18 +167,20 @@ class PDRelayConnectorScheduler:
         Again after each sleep, for the next generation; vLLM also calls it with a wake-up of an
         engine that is awake.
         """
-        if self._sleep.state is SleepState.ASLEEP:
-            self._sleep.on(SleepEvent.WOKEN)
-            self._sleep.generation = max(handshake.generation for handshake in handshakes.values())
-            self._prefills.engine = in_generation(
-                self._engine_config.engine, self._sleep.generation
-            )
-            self._decodes.met.lose_all()
-            logger.info("pdrelay: engine %s is awake", self._prefills.engine)
-        elif self._start_again is not None:
+        sleeps = self._sleep.state is SleepState.ASLEEP
+        if self._start_again is not None and not sleeps:
             return
+        generation = max(handshake.generation for handshake in handshakes.values())
+        engine = in_generation(self._engine_config.engine, generation)
+        # if it raises, this engine sleeps on, and vLLM's next call tries again
+        self._control.start(handshakes, fingerprint, engine)
         self._start_again = lambda: self.start(handshakes, fingerprint)
-        self._control.start(handshakes, fingerprint, self._prefills.engine)
+        if sleeps:
+            self._sleep.on(SleepEvent.WOKEN)
+            self._sleep.generation = generation
+            self._prefills.engine = engine
+            self._decodes.met.lose_all()
+            logger.info("pdrelay: engine %s is awake", engine)
 
     def stop(self) -> None:
         """End the control thread and close the listener."""

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from support.divided_kinds import PAIRS
     from support.kinds_table import KINDS
 
-from pdrelay_connector.errors import ConnectorError
+from pdrelay_connector.errors import ConnectorError, SettingsError
 from support.story_seeds import SEEDS, story_marks
 
 pytestmark = story_marks(10)
@@ -168,6 +168,26 @@ def test_an_engine_that_cannot_sleep_says_so_and_goes_on(pair):
     pair.run(30.0)
 
     check_has_text(pair, loaded=[])
+
+
+def test_an_engine_whose_side_channel_does_not_start_wakes_with_the_next_order(pair):
+    """Its port may be taken for a while, or its certificate be unreadable: vLLM passes the error on, and goes on."""
+    pair.p.sleep()
+    processes, start = pair.p.processes, pair.p._start_control
+    pair.p._start_control = refuse_to_start
+    with pytest.raises(SettingsError, match="cannot listen"):
+        pair.p.wake_up()
+    pair.p.processes, pair.p._start_control = processes, start
+    pair.p.wake_up()
+    offer = offered(pair)
+    pair.d.ask("r", PROMPT, most=3, params=offer)
+    pair.run(30.0)
+
+    check_has_text(pair, loaded=["r"])
+
+
+def refuse_to_start(*_):
+    raise SettingsError("the side channel cannot listen")
 
 
 def sleep(engine):

@@ -20,7 +20,7 @@ from pdrelay_connector.core.messages import (
     ReadDone,
     ReadsStarted,
 )
-from pdrelay_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
+from pdrelay_connector.core.ports import LinkEvent, MessageReceived
 from pdrelay_connector.core.push.decode_scheduler import PushReceiver
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.results import (
@@ -97,6 +97,7 @@ class ControlPlane:
         self._sleep_by = inf  # when this engine must be asleep, or stays awake
         self._fell_asleep: list[FellAsleep] = []
         self.lease_manager = lease_manager
+        lease_manager.on_lost = self._connection_lost
         self.lease_renewer = lease_renewer
         self.counters = counters
         self._push_coordinator = push_coordinator
@@ -227,8 +228,6 @@ class ControlPlane:
         if self._peers.find(event.conn) is not None:
             self._on_ours(event, now)
             return
-        if isinstance(event, ConnectionLost):
-            self._connection_lost(event.conn)
         if isinstance(event, MessageReceived) and isinstance(event.message, Objection):
             self.lease_manager.objected(event.conn, event.message.reason)
         elif isinstance(event, MessageReceived) and isinstance(

@@ -88,6 +88,8 @@ class LeaseManager:
         self._link = link
         self.leases = leases
         self._counters = counters
+        # hears of each connection that has closed, or that one of the cores has closed
+        self.on_lost: Callable[[ConnId], None] = lambda _: None
         self._released: list[LeaseEnded] = []
         self._objections: list[PeerObjects] = []
         self._sampled: dict[RequestId, _SampledLease] = {}
@@ -232,6 +234,7 @@ class LeaseManager:
         for sampled in self._sampled.values():
             sampled.lose(conn)
         self._release(self.leases.lose(conn))
+        self.on_lost(conn)
 
     def take_released(self) -> list[LeaseEnded]:
         """Return the leases that ended since the last call, in order."""

@@ -2,11 +2,12 @@
 
 import pytest
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import MAX_OPEN
+from pdrelay_connector.core.cached_prefix.decode_scheduler import MAX_OPEN, Question
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PAUSE, TRANSITIONS, SearchEvent, SearchState
 from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
-from pdrelay_connector.core.messages import FindPrefix, PrefixFound, Reachable
+from pdrelay_connector.core.messages import PROTOCOL, Challenge, FindPrefix, PrefixFound, Reachable
+from pdrelay_connector.core.ports import MessageReceived
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE
 from support.returning import SEARCH, ReturningWorld, chain, pack
 
@@ -245,6 +246,19 @@ def test_a_prompt_is_hashed_no_further_once_its_connection_has_closed(world):
 
     assert not world.d.lender._hashing
     assert not world.d.wanted
+
+
+def test_an_engine_that_breaks_the_protocol_is_forgotten_like_one_that_has_left(world):
+    """We close its connection, and so no event says that it is gone: engines of ever other names would add up."""
+    (known,) = world.p.finder._engines.values()
+    world.p.control.on(MessageReceived(known.conn, Challenge(PROTOCOL, b"")), now=world.now)
+    assert world.p.finder._engines == {}
+    question = Question(known.conn, RequestId("r"))
+    world.p.control.on(MessageReceived(known.conn, FindPrefix(question.request, pack(PROMPT), None)), now=world.now)
+    assert len(world.p.lender) == 1
+    world.p.control.on(MessageReceived(known.conn, Challenge(PROTOCOL, b"")), now=world.now)
+
+    assert len(world.p.lender) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """API keys, inbound and outbound."""
 
 import hashlib
+import time
 
 import pytest
 from hypothesis import given
@@ -89,6 +90,20 @@ def test_an_owner_may_be_more_important_than_others():
     assert keys.owner(b"key-2-of-16-chars") == "a"
     assert [ring.least_of(name) for name in "abc"] == [-10, 0, 5]
     assert Keyring(None).least_of("-") == 0
+
+
+def test_each_request_takes_as_long_among_thousands_of_keys_as_among_few():
+    """Compared with each of 10,000, a key took 0.4 ms, and a wrong one up to four times that."""
+    keys = Keys.parse("".join(f"name-{number}:key-{number:020d}\n" for number in range(10_000)), "keys")
+    wrong = ((b"authorization", b"Bearer x:wrong-key-of-16-chars"), (b"x-api-key", b"y:wrong-key-of-16-chars"))
+    began = time.process_time()
+
+    for number in range(1000):
+        assert keys.owner(b"key-%020d" % number) == f"name-{number}"
+        with pytest.raises(Unauthorized):
+            Keyring(keys).caller(wrong)
+
+    assert time.process_time() - began < 0.3
 
 
 def test_no_key_is_ever_printed():

@@ -33,6 +33,7 @@ from pdrelay_proxy.requests.terms import StreamCut
 _OK: Final = 200
 _BUG: Final = 500
 _EVENT: Final = b"data:"
+_NEXT_EVENT: Final = b"\n" + _EVENT
 _CONCURRENT: Final = LegOrder.CONCURRENT  # looking a member up takes as long as a call
 _SERVING: Final = Stage.SERVING
 logger = logging.getLogger(__name__)
@@ -307,4 +308,5 @@ class ClientResponse:
             life = self._life
             life.record.wrote(piece)
             if life.services.gate.admission.counts_tokens:
-                self.events += piece.count(_EVENT)
+                # of whole lines; a text may have the same mark in it
+                self.events += piece.count(_NEXT_EVENT) + piece.startswith(_EVENT)

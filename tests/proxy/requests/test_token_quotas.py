@@ -7,6 +7,7 @@ import pytest
 
 from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS
 from pdrelay_proxy.settings import Settings
+from support.scripted import DONE, Scripted, call, pulled_prefill, router_of
 from support.sim import router, sims
 
 PROMPT = "once upon a time"
@@ -69,6 +70,20 @@ async def test_each_event_of_a_stream_counts_however_many_reads_it_takes(quota, 
         second = await client.post(path, json=body, headers=key("a"))
 
     assert second.status_code == status
+
+
+@pytest.mark.parametrize("name", [b"", b"event: delta\n"])
+async def test_an_event_counts_once_whatever_its_text(name):
+    """A text about streams has the mark of an event in it; with usage nothing is counted so."""
+    event = name + b'data: {"choices":[{"text":"data: a, data: b, data: c"}]}\n\n'
+
+    async def decode(_):
+        return 200, [event, event + event, *[event] * 7, DONE]
+
+    router = router_of(Scripted(pulled_prefill, decode), limits=Settings(max_key_tokens_per_minute=20))
+    statuses = [(await router.serve(call(stream=True), name=name)).status for name in ("r0", "r1", "r2")]
+
+    assert statuses == [200, 200, 429]
 
 
 async def test_a_request_that_engines_refuse_costs_nothing(settings):

@@ -18,7 +18,7 @@ _MOST_SHARED: Final = 1024
 class FleetModels:
     """Of all engines."""
 
-    __slots__ = ("_bases", "_served", "_sets", "_table")
+    __slots__ = ("_bases", "_listed", "_served", "_sets", "_table")
 
     def __init__(self, table: MemberTable) -> None:
         self._table = table
@@ -29,6 +29,8 @@ class FleetModels:
         self._served: tuple[int, frozenset[str]] = (-1, frozenset())
         # of engines that serve, likewise
         self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())
+        # what ``listed`` has said, likewise
+        self._listed: tuple[int, str] = (-1, "")
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,11 +73,20 @@ class FleetModels:
         return min(common)
 
     def listed(self) -> str:
-        """Name the models for a message, base models first."""
-        adapters = [
-            member.facts.adapters for member in self._table.by_id.values() if member.facts.adapters
-        ]
-        return first_of(self.names, frozenset[str]().union(*adapters))
+        """Name the models for a message, base models first.
+
+        It is kept: a client may ask again and again for one that is not served.
+        """
+        version, text = self._listed
+        if version != self._table.changes.count:
+            adapters = [
+                member.facts.adapters
+                for member in self._table.by_id.values()
+                if member.facts.adapters
+            ]
+            text = first_of(self.names, frozenset[str]().union(*adapters))
+            self._listed = self._table.changes.count, text
+        return text
 
     def shared(self, facts: EngineCapabilities) -> EngineCapabilities:
         """Return facts with what follows from them; engines share equal sets of models."""

@@ -230,8 +230,8 @@ class Reflector(Generic[T]):
                 version = meta.resource_version
                 # a repeated or a late event
                 is_old = (
-                    seen_version.isdigit()
-                    and version.isdigit()
+                    seen_version.isdecimal()
+                    and version.isdecimal()
                     and int(version) <= int(seen_version)
                 )
                 if meta.uid in self._gone or is_old:

@@ -285,6 +285,23 @@ def tries_within(seconds):
     return 2 + math.log2(1 + seconds / (0.75 * 0.05))
 
 
+@pytest.mark.parametrize("version", ["", "v7", "\N{SUPERSCRIPT TWO}"])
+async def test_a_version_that_is_no_number_is_as_new_as_any(version, caplog):
+    """Kubernetes promises none: what cannot be compared is believed, as it comes."""
+    async with KubeApi() as api:
+        api.faults.events = lambda events: [
+            (kind, body | {"metadata": body["metadata"] | {"resourceVersion": version}}) for kind, body in events
+        ]
+        fill(api)
+        async with reflecting(api) as eye:
+            await agreed(eye, api)
+            for number in (3, 4):
+                api.put("pods", f"p{number}", pod(f"10.0.0.{number}"))
+                await until_async(lambda: there(api) == eye.known)
+
+    assert "failed" not in caplog.text
+
+
 async def test_an_api_that_refuses_everything_is_not_hammered():
     """Pauses grow, with some chance in them."""
     async with KubeApi() as api:

@@ -89,18 +89,24 @@ class LocalPlan:
     @property
     def tells_events(self) -> bool:
         """Whether engines publish KV events: our connector brings the route for them."""
-        return self.kv_events or (self.reuse_kv and self._has_ours)
+        return self.kv_events or (self.reuse_kv and self.has_ours)
 
     @property
-    def _has_ours(self) -> bool:
+    def has_ours(self) -> bool:
+        """Whether engines have our connector."""
         return self.connector is Connector.PDRELAY and self.kind is EngineKind.VLLM
+
+    @property
+    def usual_mode(self) -> EngineMode:
+        """Auto where engines offer it: the router measures the faster way for each pair."""
+        return EngineMode.AUTO if self.reuse_kv and self.has_ours else EngineMode.PULL
 
     @property
     def _returned_kv(self) -> dict[str, object]:
         """The connector's setting; "auto": an engine that cannot return KV starts without it."""
         if self.return_kv:
             return {"return_kv": True}
-        return {"return_kv": "auto"} if self.reuse_kv and self._has_ours else {}
+        return {"return_kv": "auto"} if self.reuse_kv and self.has_ours else {}
 
     def engines(self) -> tuple[EngineSpec, ...]:
         """Return all engines, prefill first; their names are those that the router gives them."""
@@ -177,11 +183,8 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
         argv += ["--admin-key-file", str(plan.key_file)]
     if plan.reuse_kv:
         argv += ["--reuse-kv", "true"]
-        return Command("router", argv, inherited, f"{plan.router_url}/health")
-    if plan.kv_events:
-        argv += ["--kv-events", "auto"]
-    if plan.return_kv:
-        argv += ["--return-kv", "true"]
-    if plan.kv_events or plan.return_kv:  # which need a router that knows where conversations are
+    elif plan.kv_events or plan.return_kv:  # for which it must know where conversations are
+        argv += ["--kv-events", "auto"] if plan.kv_events else []
+        argv += ["--return-kv", "true"] if plan.return_kv else []
         argv += ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     return Command("router", argv, inherited, f"{plan.router_url}/health")

@@ -180,7 +180,6 @@ def run(args: argparse.Namespace) -> int:
         decode=args.decode,
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
-        mode=EngineMode(args.mode or _usual_mode(args)),
         return_kv=args.return_kv,
         reuse_kv=args.reuse_kv == "true",
         port=args.port,
@@ -189,11 +188,15 @@ def run(args: argparse.Namespace) -> int:
         side_channel_port=args.side_channel_port,
         admin_port=args.admin_port,
         has_own_key=not os.environ.get("ADMIN_API_KEY"),
-        has_own_secret=_runs_ours(args) and not has_secret(os.environ),
         engine_args=tuple(args.passed_on),
         kv_events=args.kv_events,
         dtype=preflight.safe_dtype(),
         model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
+    )
+    plan = replace(
+        plan,
+        mode=EngineMode(args.mode) if args.mode else plan.usual_mode,
+        has_own_secret=plan.has_ours and not has_secret(os.environ),
     )
     screen = Screen()
     try:
@@ -212,16 +215,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         screen.line("Interrupted: no process is left.")
         return INTERRUPTED
-
-
-def _usual_mode(args: argparse.Namespace) -> EngineMode:
-    """Return auto where engines offer it: the router measures the faster way for each pair."""
-    return EngineMode.AUTO if _runs_ours(args) and args.reuse_kv == "true" else EngineMode.PULL
-
-
-def _runs_ours(args: argparse.Namespace) -> bool:
-    """Tell whether engines have our connector."""
-    return bool(args.engine == EngineKind.VLLM and args.connector == Connector.PDRELAY)
 
 
 def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:

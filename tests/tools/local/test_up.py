@@ -15,8 +15,10 @@ import pytest
 
 from pdrelay_proxy.cli import main
 from pdrelay_tools.local.errors import ChildFailed
+from pdrelay_tools.local.first_request import FirstAnswer
+from pdrelay_tools.local.plan import EngineKind, LocalPlan
 from pdrelay_tools.local.screen import Screen
-from pdrelay_tools.local.up import _explain
+from pdrelay_tools.local.up import _explain, _show
 from support.cluster import free_ports
 from support.small_disk import HOW, WORDS, small_disk
 
@@ -199,6 +201,13 @@ def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
         "pdrelay up: decode-0 ended with exit code 1, probably because of OSError: no such model; "
         f"its log is {tmp_path / 'decode-0.log'}\n"
     )
+
+
+def test_an_answer_moves_no_cursor(capsys):
+    """A model writes what it likes; the screen has progress on it."""
+    _show(FirstAnswer("a\x1b[2Jb", 0.1, {}, None, None), LocalPlan(kind=EngineKind.SIM), Screen())
+
+    assert "a [2Jb" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -13,6 +13,7 @@ from secrets import token_urlsafe
 from types import FrameType
 
 from pdrelay_proxy.console.flag_values import seconds, whole_number
+from pdrelay_proxy.console.tables import printable
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_tools.end_signals import on_end_signals
@@ -318,7 +319,7 @@ def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, ready_timeout_s
 def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.line()
     screen.step("question", first_request.QUESTION)
-    screen.step("answer", answer.text)
+    screen.step("answer", printable(answer.text))
     if plan.kind is EngineKind.VLLM and plan.model == TINY_FOLDER:
         screen.step(
             "",

@@ -17,7 +17,7 @@ from pdrelay_tools.proving.core.latencies import Latencies
 from pdrelay_tools.proving.core.question import Prompts, Question
 from pdrelay_tools.proving.core.reply import findings_of, is_uncompared, read_reply, together
 from pdrelay_tools.proving.peers import Peers
-from pdrelay_tools.proving.services import EnginePairs, Service
+from pdrelay_tools.proving.services import EnginePairs, Service, SingleServer
 
 LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison proves nothing
 _SAFETY: Final = 4.0  # the few questions of calibrate() do not show the largest difference
@@ -50,7 +50,7 @@ class Bench:
     """The state of one run, which its checks share."""
 
     service: Service
-    reference: Service | None
+    reference: SingleServer | None
     router: HttpServer | None
     prefill: Sequence[HttpServer]
     decode: Sequence[HttpServer]

@@ -23,7 +23,7 @@ def test_an_ignored_signal_stays_ignored():
     heard = []
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    with on_end_signals(lambda number, _: heard.append(number)):
+    with on_end_signals(lambda number, _: heard.append(number), signal.SIGTERM, signal.SIGHUP):
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
 

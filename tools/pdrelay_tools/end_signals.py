@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP, which end a command with its cleanups."""
+"""The signals that end a command, with its cleanups."""
 
 import signal
 from collections.abc import Callable, Generator
@@ -7,17 +7,20 @@ from types import FrameType
 
 
 @contextmanager
-def on_end_signals(handle: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    """Call this on both signals while the block lasts; an ignored one stays ignored (nohup)."""
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in numbers:
+def on_end_signals(
+    handle: Callable[[int, FrameType | None], object],
+    *numbers: signal.Signals,
+) -> Generator[None]:
+    """Call this on these signals while the block lasts; an ignored one stays ignored (nohup)."""
+    usual = {
+        number: handler
+        for number in numbers
+        if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
+    }
+    for number in usual:
         signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in usual.items():
+            signal.signal(number, handler)

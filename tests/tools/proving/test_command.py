@@ -138,6 +138,28 @@ def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, i
     assert time.monotonic() - began < 50  # the command that freezes has not run to its end
 
 
+@pytest.mark.parametrize("number", ["INT", "TERM"])
+def test_a_second_signal_leaves_no_engine_frozen(fleet, tmp_path, number):
+    """Some press Ctrl-C again while an engine is thawed, and CI sends another signal after some seconds."""
+    done, at = tmp_path / "thawed", fleet.at
+    program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove"]
+    urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
+    freeze = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 50"]
+    thaw = ["--thaw-decode", f"kill -{number} $PPID; sleep 1; kill -{number} $PPID; sleep 1; echo a >> {done}"]
+
+    ended = subprocess.run(
+        [*program, *urls, *freeze, *thaw],
+        capture_output=True,
+        text=True,
+        timeout=58,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.Signals[f"SIG{number}"], signal.SIG_DFL),
+    )
+
+    assert done.read_text() == "a\n"
+    assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("value", ["0", "-16", "x", "99999999999"])
 def test_a_block_has_tokens(capsys, value):
     """Prompts of fewer than no token are refused by every engine, which would be a finding."""

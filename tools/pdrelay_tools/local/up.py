@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -201,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     )
     screen = Screen()
     try:
-        with on_end_signals(_interrupt):
+        with on_end_signals(_interrupt, signal.SIGTERM, signal.SIGHUP):
             return _up(plan, screen, once=args.once, ready_timeout_s=args.ready_timeout)
     except LocalError as exc:
         _explain(exc, screen)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import ssl
 import sys
 import tempfile
@@ -145,8 +146,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         checks = _check_flags(args)
         running = _Running()
-        # an engine may be frozen
-        with on_end_signals(running.interrupt), _started(args) as children:
+        # an engine may be frozen, and a second Ctrl-C would end its thaw
+        ends = on_end_signals(running.interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        with ends, _started(args) as children:
             report = asyncio.run(running.until_ended(_prove(args, checks, children)))
         sys.stdout.write(f"{report.verdict}\n")
         for path in args.report:
@@ -192,10 +194,7 @@ class _Running:
             self._task = None
 
     def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """End the run with its cleanups.
-
-        SIGINT is not raised for that: a background job of a script ignores it.
-        """
+        """End the run with its cleanups."""
         if self._task is None:
             raise KeyboardInterrupt
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self
@@ -49,7 +49,21 @@ async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
         await bench.peers.do(role, Deed.FREEZE)
         yield
     finally:
-        await bench.peers.do(role, Deed.THAW)
+        await _to_its_end(bench.peers.do(role, Deed.THAW))
+
+
+async def _to_its_end(thaw: Coroutine[object, object, None]) -> None:
+    """Await it also if the run is cancelled meanwhile, and again: else an engine stays frozen."""
+    task = asyncio.ensure_future(thaw)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    task.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 async def decode_frozen(bench: Bench) -> CheckResult:

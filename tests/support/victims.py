@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from pdrelay_connector.core.push.decode_scheduler import QUARANTINE
+from pdrelay_connector.core.push.lost_peer import QUARANTINE
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_tools.local.processes import Child, ProcessGroup
 from pdrelay_tools.local.recipe import Connector, EngineSpec, Role, transfer_config

@@ -18,7 +18,7 @@ MAX_CLIENTS = 8192  # authenticated connections
 MAX_CLIENTS_PER_ENGINE = 1100
 # s without a message before an engine's connections are closed. The engine then counts us as gone,
 # so this exceeds the 18 minutes in which our writes may still reach its memory
-# (core/push/decode_scheduler.py).
+# (core/push/lost_peer.py).
 IDLE_TIMEOUT = 3600.0
 
 

@@ -3,14 +3,8 @@ will.
 
 P answers each registration with PushDone or PushStopped. If we abort one before (request aborted,
 timeout, P silent), the load fails at once, but its blocks stay unused because P may still write
-into them. They are free when P sends PushStopped; or, if P closed its connection, when all that P
-had sent must have arrived (:data:`QUARANTINE`).
-
-A reset connection has three possible causes: P has died; P lives, but was cut off for so long that
-its kernel gave up; or a device on the way has reset it. D connects to P's address, at once and
-again until it knows: P has died if its port is closed or another engine listens there. The time of
-P's last answer proves nothing, because D itself may have been stopped. If P is back, D asks it for
-PushStopped: only P knows whether its workers still write.
+into them. They are free when P sends PushStopped; or, if its connection has ended, when all that P
+had sent must have arrived (``lost_peer.py``). If P is back, D asks it for PushStopped.
 
 A registration must not be sent again after its connection has ended. But P closes idle connections.
 So over one that has been idle for long, a push is registered only after P has answered a heartbeat.
@@ -47,23 +41,12 @@ from pdrelay_connector.core.messages import (
     fits,
 )
 from pdrelay_connector.core.ports import Link
+from pdrelay_connector.core.push.lost_peer import LostPeer
 from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.errors import ConnectorError, IllegalTransition
-
-# How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks,
-# not a span of time: a process that was stopped meanwhile must run for a while before what lies in
-# its sockets has been taken in.
-# P's scheduler is dead, its workers follow, and what is left is in our sockets
-LOCAL_QUARANTINE: Final = 0.1, 50
-# The same on another machine: what P had sent into a cut, its kernel sends again for 102 s (Linux,
-# tcp_orphan_retries: 200 ms, doubled eight times). Measured: 11 s after the end of P, when a cut of
-# 14 s had just mended.
-QUARANTINE: Final = 2.0, 60
-# cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
-LONG_QUARANTINE: Final = 10.0, 110
 
 
 class ReceiveState(Enum):
@@ -156,13 +139,7 @@ class _ExpectedPush:
     lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
     granted_by: float = inf  # while QUEUED, if failed pushes keep slots
-    check_interval: float = 0.0  # s; these three only while QUARANTINED
-    checks: int = 0
-    is_silent: bool = False  # P has not closed its connection: we ask whether it lives
-    is_reset: bool = False  # nor has the network cut it: a closed port shows that P has died
-    is_elsewhere: bool = False  # P is, or was, on another machine
-    # of P: another process has others, also under the same engine id
-    peer_ranks: Sequence[RankInfo] = ()
+    lost_peer: LostPeer | None = None  # while QUARANTINED
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -317,8 +294,8 @@ class PushReceiver:
                 self._abort(push, "loads_failed_staging", reason)
         for request in self._deadlines.take_due(now=now):
             push = self._pushes[request]
-            if push.state is ReceiveState.QUARANTINED:
-                self._check_quarantine(push, now)
+            if push.lost_peer is not None:
+                self._check_quarantine(push, push.lost_peer, now)
             else:
                 self._abort(
                     push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s"
@@ -378,13 +355,13 @@ class PushReceiver:
         self._results = []
         return results
 
-    def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
-        push.checks -= 1
-        if push.checks <= 0:
+    def _check_quarantine(self, push: _ExpectedPush, lost: LostPeer, now: float) -> None:
+        lost.checks -= 1
+        if lost.checks <= 0:
             self._release(push)
             return
-        self._deadlines.set(push.order.request, now + push.check_interval)
-        if push.is_silent:
+        self._deadlines.set(push.order.request, now + lost.check_interval)
+        if lost.is_silent:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _register(self, push: _ExpectedPush, peer: Peer) -> None:
@@ -485,32 +462,19 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, reason)
         push.on(ReceiveEvent.PEER_LOST)
-        push.is_silent = peer.is_silent
-        push.is_reset = peer.is_reset
-        push.is_elsewhere = peer.is_elsewhere
-        push.peer_ranks = peer.ranks
-        if peer.is_silent:
-            self._quarantine(push, LONG_QUARANTINE, now)
-        else:
-            self._outlast_dead(push, now)
+        lost = push.lost_peer = LostPeer.of(peer, push.order.address)
+        self._deadlines.set(push.order.request, now + lost.check_interval)
         self._contention_deadlines.discard(push.order.request)
-        if push.is_silent:
+        if lost.is_silent:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
-    def _outlast_dead(self, push: _ExpectedPush, now: float) -> None:
-        """Keep the blocks until what a dead P had sent must have arrived."""
-        self._quarantine(push, QUARANTINE if push.is_elsewhere else LOCAL_QUARANTINE, now)
-
-    def _quarantine(self, push: _ExpectedPush, looks: tuple[float, int], now: float) -> None:
-        push.check_interval, push.checks = looks
-        self._deadlines.set(push.order.request, now + push.check_interval)
-
     def _ask_about_quarantined(self, peer: Peer) -> None:
-        """Ask a P that is back for PushStopped: only P knows whether its workers still write."""
+        """Ask a P that is back for PushStopped."""
         requests: list[RequestId] = []
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
-            if push.state is ReceiveState.QUARANTINED and push.peer_ranks == peer.ranks:
+            if push.lost_peer is not None and push.lost_peer.is_back(peer):
                 push.on(ReceiveEvent.PEER_BACK)
+                push.lost_peer = None
                 self._clear_deadlines(push)
                 requests.append(push.order.request)
         for names in by_message(requests):
@@ -518,16 +482,11 @@ class PushReceiver:
 
     def _judge_resets(self, peer: Peer, now: float) -> None:
         """Check whether an answer, or none, proves that a P has died whose connection was reset."""
-        answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
         for push in self._pushes.values():
-            if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
-                continue
-            is_there = push.order.address == peer.address
-            # P itself, if it answers, is asked and no longer quarantined: another process may have
-            # its engine id.
-            if is_there and (answers or (peer.has_ended and push.order.engine == peer.engine)):
-                push.is_silent = push.is_reset = False
-                self._outlast_dead(push, now)
+            lost = push.lost_peer
+            if lost is not None and lost.is_dead_by(peer):
+                lost.has_died()
+                self._deadlines.set(push.order.request, now + lost.check_interval)
 
     def _abort(self, push: _ExpectedPush, counter: str, reason: str) -> None:
         """End a push for a reason of ours, and cancel it at P."""

@@ -5,7 +5,7 @@ from hypothesis import settings
 
 from pdrelay_connector.core.messages import DropLeases, HeartbeatReply
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
-from pdrelay_connector.core.push.decode_scheduler import LONG_QUARANTINE, QUARANTINE
+from pdrelay_connector.core.push.lost_peer import LONG_QUARANTINE, QUARANTINE
 from pdrelay_connector.io.connection import USER_TIMEOUT_MS
 from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE

@@ -16,7 +16,7 @@ from pdrelay_connector.core.messages import (
     WorkerHello,
 )
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
-from pdrelay_connector.core.push.decode_scheduler import QUARANTINE
+from pdrelay_connector.core.push.lost_peer import QUARANTINE
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -18,7 +18,7 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, Role
 from pdrelay_proxy.core.protocol.response_filter import check_type
 from pdrelay_proxy.core.raw_json import NotJson, decode
-from pdrelay_proxy.core.schemas import ModelCard
+from pdrelay_proxy.core.schemas import MOST_MODELS, ModelCard
 from pdrelay_proxy.errors import EngineError, NoInstance, NotAccepted, Refused
 from pdrelay_proxy.io.wire import WireEngines
 
@@ -38,7 +38,7 @@ _AT_ONCE: Final = 32  # concurrent requests to engines, for all clients
 
 
 class _ModelList(msgspec.Struct):
-    data: list[msgspec.Raw]
+    data: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_MODELS)]
 
 
 @dataclass(slots=True)

@@ -99,6 +99,7 @@ async def test_one_list_that_is_no_text_leaves_that_of_the_others_readable():
         (EngineResponse(200, "application/json", b"<html>"), "names no model"),
         (EngineResponse(200, "application/json", b'{"data":[{"name":"m"}]}'), "names no model"),
         (EngineResponse(200, "application/json", b'{"data":7}'), "names no model"),
+        (EngineResponse(200, "application/json", b'{"data":[' + b'{"id":"m"},' * 65_536 + b'{"id":"m"}]}'), "no model"),
     ],
 )
 async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer, why):

@@ -6,7 +6,7 @@ of them.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -293,6 +293,10 @@ class Bin:
     failed: int
     mean: float | None  # None: nothing was counted
     worst: float | None
+
+
+# Of one engine, adapters among them: each list of engines names them.
+MOST_MODELS: Final = 65_536
 
 
 class ModelCard(msgspec.Struct):

@@ -21,7 +21,7 @@ from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
-from pdrelay_proxy.core.schemas import EngineFact, ModelCard
+from pdrelay_proxy.core.schemas import MOST_MODELS, EngineFact, ModelCard
 from pdrelay_proxy.errors import NotAllowed, causes
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.one_connection import OneConnection
@@ -42,7 +42,6 @@ _REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"
 _NO_ROUTE: Final = frozenset(
     {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
-_MOST_MODELS: Final = 65_536  # of one engine, adapters among them: each list of engines names them
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -72,7 +71,7 @@ class ProbeNotMade(ProbeFailed):
 
 
 class _ModelCards(msgspec.Struct):
-    data: Annotated[list[ModelCard], msgspec.Meta(max_length=_MOST_MODELS)]
+    data: Annotated[list[ModelCard], msgspec.Meta(max_length=MOST_MODELS)]
 
 
 class _Version(msgspec.Struct):

@@ -247,6 +247,7 @@ class Story:
         self.calm = dice.random() < 0.2  # no engine fails
         self.ends_early = not self.calm and dice.random() < 0.15
         self.is_over = False  # the router
+        self.is_asgi = dice.random() < 0.2  # by uvicorn's own protocol, which closes under a client that still sends
         self.ask = dice.choice((any_ask, any_ask, plain_ask))
         self.trouble = 0.0 if self.calm else dice.choice((0.05, 0.2, 0.5))
         self.fleet = Fleet(
@@ -320,7 +321,7 @@ class Story:
         config = listeners.main_config(router, self.settings)
         config.load()
         self.state = ServerState()
-        protocol = self.dice.choice((*[config.http_protocol_class] * 4, H11Protocol))  # uvicorn's own asks by ASGI
+        protocol = H11Protocol if self.is_asgi else config.http_protocol_class
         self.protocol = partial(protocol, config=config, server_state=self.state, app_state={})
         try:
             async with asyncio.timeout(1000), asyncio.TaskGroup() as group:
@@ -478,7 +479,8 @@ class Story:
         except TimeoutError:
             return False
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
-            if may_be_closed or (self.router.lifetime.stage is Stage.CLOSED and not ask.is_begun):
+            is_refused = self.is_asgi or self.router.lifetime.stage is Stage.CLOSED
+            if may_be_closed or (is_refused and not ask.is_begun):
                 return False
             raise
         try:
@@ -497,6 +499,8 @@ class Story:
         body = b""
         if "content-length" in headers:
             body = b"" if ask.method == "HEAD" else await reader.readexactly(int(headers["content-length"]))
+        elif "transfer-encoding" not in headers:
+            body = await reader.read()
         else:
             while size := int(await reader.readuntil(b"\r\n"), 16):
                 body += (await reader.readexactly(size + 2))[:-2]

@@ -144,6 +144,9 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
             is_end, is_over = token in stops, token in stops or len(made) >= limit
             pending += "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 5 == 0 else "")
             pending += "~" * 10_000 * (body.get("user") == "fat" and not is_end)
+            pending += '"kv_transfer_params":{"a":null}' * (
+                body.get("user") == "nosy" and token % 7 == 0 and not is_end
+            )
             if token % HALF or is_over:
                 kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
                 text, pending = text + pending.removesuffix(kept), kept

@@ -58,6 +58,7 @@ class Sending:
     pieces: int = 1
     pause_s: float = 0.0
     waits: bool = False  # for 100 Continue, it says
+    is_old: bool = False  # in HTTP/1.0
     raw: bytes | None = None  # in place of the body
 
 
@@ -70,7 +71,7 @@ class TenantStory(Story):
         dice = self.dice
         self.any_ask, self.ask = self.ask, self.tenants_ask
         self.is_probed = dice.random() < 0.7  # else no engine says what it serves
-        self.fat = dice.choice((0, 0, 0.5))  # answers that clients cannot take at once
+        self.fat = dice.choice((0, 0, 0.5))  # answers that clients cannot take at once, or that routers look at twice
         self.vandals = dice.choice((0, 0, 2, 5))
         self.owners = {}  # of answers, by the request's id
         self.sendings = {}
@@ -145,8 +146,9 @@ class TenantStory(Story):
         sending.pieces = dice.choice((1, 1, 1, 2, 5))
         sending.pause_s = dice.choice((0, 0, 0.01, 0.4))
         sending.waits = dice.random() < 0.1
+        sending.is_old = not (sending.is_chunked or sending.waits) and dice.random() < 0.2
         if dice.random() < self.fat:
-            body["user"] = "fat"
+            body["user"] = dice.choice(("fat", "nosy"))
         if ask.api in Plain:
             dice.choice((lambda _: None, self.no_model, self.no_such_model))(ask)
         elif dice.random() < 0.25:
@@ -185,8 +187,10 @@ class TenantStory(Story):
     async def client(self, asks):
         """Send some requests; beside them somebody may send none."""
         tenant = self.dice.choice(self.tenants or (None,))
-        for ask in asks:
+        for place, ask in enumerate(asks, start=1):
             ask.sender = tenant
+            if ask.api is not None and place < len(asks):
+                self.sendings[id(ask)][1].is_old = False  # nothing may follow
         async with asyncio.TaskGroup() as group:
             if self.vandals:
                 self.vandals -= 1
@@ -202,6 +206,7 @@ class TenantStory(Story):
             writer.write(f"{head}\r\n".encode())
             return
         sending = self.sendings[id(ask)][1]
+        head = head.replace("HTTP/1.1", "HTTP/1.0") if sending.is_old else head
         is_form = ask.api is Plain.TRANSCRIPTION
         raw = sending.raw
         if raw is None:

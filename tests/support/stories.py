@@ -377,13 +377,19 @@ class Story:
         host = dice.choice(self.hosts)
         role, engine = ("prefill", "decode")[host[0] == "d"], self.fleet.engines[host]
         named = {"type": role, "instance": f"{host}:80"}
-        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain", "turn", "reload"))
+        kind = dice.choice(
+            ("restart", "remove", "drain" if role == "prefill" else "move", "drain", "turn", "reload", "hang")
+        )
         rests_s = dice.choice((0.1, 2, 12))
         if kind == "restart":
             engine.die()
             await asyncio.sleep(rests_s)
             self.before_start(host, rests_s)
             engine.begin()
+        elif kind == "hang":
+            engine.goes_on.clear()
+            await asyncio.sleep(rests_s * 5)
+            engine.goes_on.set()
         elif kind == "reload":
             self.reload()
         elif kind == "remove":
@@ -558,6 +564,8 @@ class Story:
                 expected = getattr(wanted[index], part)
                 got = getattr(seen, part)
                 assert got == expected if end == "whole" else got == expected[: len(got)], (index, part, got, expected)
+            assert seen.usages == sorted(seen.usages)
+            assert {read_tokens for read_tokens, _ in seen.usages} <= {each[0] for each in wanted[index].usages}
             if end == "whole":
                 assert seen.finish == wanted[index].finish
                 assert seen.usages[-1:] == wanted[index].usages[-1:]

@@ -439,6 +439,7 @@ class _Probes(httpx.AsyncBaseTransport):
         engine = self._fleet.engines[request.url.host]
         if not engine.is_up:
             raise httpx.ConnectError("nobody listens there", request=request)
+        await engine.goes_on.wait()
         said = {"/v1/models": engine.models(), "/version": {"version": "0.32.0"}}.get(request.url.path)
         if said is not None:
             return httpx.Response(200, content=json.dumps(said).encode())
@@ -451,6 +452,8 @@ class Engine:
 
     def __init__(self, fleet, host):
         self.fleet, self.host, self.is_up, self.lines = fleet, host, True, {}
+        self.goes_on = asyncio.Event()  # it takes connections, and else stands still
+        self.goes_on.set()
         self.begin()
 
     def begin(self):
@@ -636,6 +639,7 @@ class Line(asyncio.Protocol):
             self._task = asyncio.get_running_loop().create_task(self._serve(*leg))
 
     async def _serve(self, path, name, body):
+        await self._engine.goes_on.wait()
         pieces, fate = await self._engine.answer(path, name, body)
         if fate.kind == "stall":
             pieces = pieces[: int(fate.place * (len(pieces) - 1))]  # not behind its last event
@@ -651,6 +655,7 @@ class Line(asyncio.Protocol):
             self.transport.write(piece)
             await asyncio.sleep(fate.pace_s)
             await self._goes_on.wait()
+            await self._engine.goes_on.wait()
         if fate.kind == "cut" or (fate.kind != "stall" and self._engine.fleet.style.closes):
             self.transport.close()
         elif fate.kind != "stall":

@@ -244,10 +244,11 @@ class Dispatch(Answering):
         An engine may have been removed since it was chosen; two that share a request have the same.
         """
         facts = self._life.services.fleet.registry.facts
-        if self._plan.files is None:
-            self._plan.files = facts(decode).files
-        if self._plan.files is None and prefill is not None:
-            self._plan.files = facts(prefill.instance).files
+        plan = self._plan
+        if plan.files is None:
+            plan.files = facts(decode).files_of(plan.hints.model)
+        if plan.files is None and prefill is not None:
+            plan.files = facts(prefill.instance).files_of(plan.hints.model)
 
     def _named(self, call: GenerationRequest, model: str) -> GenerationRequest:
         """Return a request that names no model with the one that its prefill engine serves."""

@@ -73,9 +73,13 @@ class EngineChoice:
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get the request, or its rest, now."""
         try:
-            return self.fleet.with_files(self.fleet.usable(role), self.plan.files)
+            return self.with_same_files(self.fleet.usable(role))
         except NoInstance:
             return ()
+
+    def with_same_files(self, engines: Sequence[Instance]) -> Sequence[Instance]:
+        """Leave out the engines with other files of the model than the stream has begun with."""
+        return self.fleet.with_files(engines, self.plan.hints.model, self.plan.files)
 
     def route(self, reason: SingleEngineReason | None) -> Route:
         """Choose the engines; ``reason``: what of the request says that it must be one."""

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.core.schemas import ModelCard
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
@@ -124,7 +125,7 @@ async def test_the_usage_of_an_engine_that_gave_up_before_its_first_token_is_no_
 def weigh(router, *roots, **facts):
     """Have decode engines say where the files of their model lie."""
     for number, root in enumerate(roots):
-        router.registry.learn(f"decode-{number}", EngineCapabilities(root=root))
+        router.registry.learn(f"decode-{number}", facts_of_models([ModelCard("m", root=root)]))
         router.registry.learn(f"decode-{number}", EngineCapabilities(**facts))
 
 
@@ -135,6 +136,31 @@ async def test_a_stream_goes_on_with_the_weights_that_it_began_with(facts):
     router = router_of(engines, y=4, resume_streams=True)
     weigh(router, "/m/1", "/m/2", "/m/2", "/m/1", **facts)
     client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
+
+    assert read(client.body) == whole()
+    assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-3"]
+
+
+async def test_an_engine_that_was_replaced_under_its_address_has_its_own_weights():
+    """Its connector's fingerprint may be the same, and is all that pairs of engines are told apart by."""
+    engines = Scripted(pulled_prefill, breaking(5))
+    router = router_of(engines, y=3, resume_streams=True)
+    weigh(router, "/m/1", "/m/1", "/m/1", fingerprint="f" * 8)
+    weigh(router, "/m/1", "/m/2")
+    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
+
+    assert read(client.body) == whole()
+    assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-2"]
+
+
+async def test_an_adapter_goes_on_with_the_weights_that_it_began_with():
+    """Its files may be replaced under its name, too; those of its base model are the same."""
+    engines = Scripted(pulled_prefill, breaking(5))
+    router = router_of(engines, y=4, resume_streams=True)
+    for number, place in enumerate(("/a/1", "/a/2", "/a/2", "/a/1")):
+        cards = [ModelCard("base", root="/m/1"), ModelCard("m", parent="base", root=place)]
+        router.registry.learn(f"decode-{number}", facts_of_models(cards))
+    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi", "model": "m"}))
 
     assert read(client.body) == whole()
     assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-3"]

@@ -51,19 +51,28 @@ class EngineCapabilities:
     started: str | None = None  # when its process began, as its metrics write it
     # The names of its base model: ``models`` without ``adapters`` (registry.py).
     bases: frozenset[str] | None = field(default=None, compare=False)
-    # ``root``, also where the connector's fingerprint has taken its place (fleet_models.py): a
-    # stream that another engine has begun goes on with the same files
-    files: str | None = field(default=None, compare=False)
+    # The roots of its adapters by name, and of its base model under no name; also where the
+    # connector's fingerprint has taken the place of ``root`` (fleet_models.py).
+    files: Mapping[str, str] | None = None
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
         return model is None or self.models is None or model in self.models
 
+    def files_of(self, model: str | None) -> str | None:
+        """Return where the files of a model lie: a stream that another engine has begun goes on
+        with the same ones. None: not known.
+        """
+        if self.files is None:
+            return None
+        base = self.files.get("")
+        return base if model is None else self.files.get(model, base)
+
     def in_one_line(self) -> "EngineCapabilities":
         """Return these facts with no line break in any: they stand in logs, tables and labels."""
         changed: dict[str, Any] = {
             name: one_line(fact) if isinstance(fact, str) else frozenset(map(one_line, fact))
-            for name in _FACTS
+            for name in _WRITTEN
             if not _is_printable(fact := getattr(self, name))
         }
         return replace(self, **changed) if changed else self
@@ -80,15 +89,19 @@ class EngineCapabilities:
 
 def facts_of_models(cards: Sequence[ModelCard]) -> EngineCapabilities:
     """Return what an engine's list of models says of it."""
+    root = next((card.root for card in cards if card.parent is None), None)
+    roots = {"" if card.parent is None else card.id: card.root for card in reversed(cards)}
     return EngineCapabilities(
         frozenset([card.id for card in cards]),
         adapters=frozenset([card.id for card in cards if card.parent is not None]),
-        root=next((card.root for card in cards if card.parent is None), None),
+        root=root,
+        files={name: known for name, known in roots.items() if known is not None} or None,
     )
 
 
 _FACTS: Final = [fact.name for fact in fields(EngineCapabilities)]
 _WITHIN: Final = "pairs_within"
+_WRITTEN: Final = [name for name in _FACTS if name != "files"]
 
 
 def _is_printable(fact: str | frozenset[str] | None) -> bool:

@@ -92,10 +92,8 @@ class FleetModels:
         """Return facts with what follows from them; engines share equal sets of models."""
         facts = facts.in_one_line()
         # that of our connector tells models apart better
-        root = facts.root if facts.fingerprint is None else None
-        files = facts.root or facts.files
-        if root is not facts.root or files is not facts.files:
-            facts = replace(facts, root=root, files=files)
+        if facts.fingerprint is not None and facts.root is not None:
+            facts = replace(facts, root=None)
         if facts.models is None:
             return facts
         models = self._same(facts.models)

@@ -73,14 +73,16 @@ class FleetChoice:
 
     # ---- which engines there are
 
-    def with_files(self, engines: Sequence[Instance], files: str | None, /) -> Sequence[Instance]:
+    def with_files(
+        self, engines: Sequence[Instance], model: str | None, files: str | None, /
+    ) -> Sequence[Instance]:
         """Leave out the engines that are known to serve the model from other files: a stream that
         others have begun would go on with other weights.
         """
         if files is None:
             return engines
         facts = self.registry.facts
-        return [engine for engine in engines if facts(engine).files in (None, files)]
+        return [engine for engine in engines if facts(engine).files_of(model) in (None, files)]
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""

@@ -45,7 +45,7 @@ async def test_an_engine_that_lives_says_what_it_is():
     """Its models with their adapters, where its base model lies, and its version."""
     look = checks(GOOD)
     assert await look.probe(D) == EngineCapabilities(
-        frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}), root="/m"
+        frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}), root="/m", files={"": "/m", "lora": "/lora"}
     )
 
 
@@ -67,7 +67,12 @@ async def test_a_simulated_engine_lives():
     [
         (
             {"/version": (404, "")},
-            EngineCapabilities(frozenset({"m", "lora"}), adapters=frozenset({"lora"}), root="/m"),
+            EngineCapabilities(
+                frozenset({"m", "lora"}),
+                adapters=frozenset({"lora"}),
+                root="/m",
+                files={"": "/m", "lora": "/lora"},
+            ),
         ),
     ],
 )

@@ -312,7 +312,7 @@ def pair_for_move(
     ``full``: the engines without KV room. Raises ProxyError: there are no two such engines now.
     """
     hints = hints.once_more()
-    usable = fleet.with_files(fleet.usable(_DECODE), files)
+    usable = fleet.with_files(fleet.usable(_DECODE), hints.model, files)
     decodes = _with_room([engine for engine in usable if engine.id not in retries.avoided], full)
     if not decodes:
         raise NoInstance("no other decode engine can go on with the stream")
@@ -334,7 +334,7 @@ def _with_same_weights(choice: EngineChoice, source: Instance) -> Sequence[Insta
     """Return the engine that a stream has left, unless it was replaced: it is drained, and its next
     process may serve other files under the same name.
     """
-    return choice.fleet.with_files([source], choice.plan.files)
+    return choice.with_same_files([source])
 
 
 def _with_room(decodes: Sequence[Instance], full: Set[InstanceId]) -> Sequence[Instance]:

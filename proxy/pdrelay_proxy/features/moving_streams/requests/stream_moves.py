@@ -171,7 +171,7 @@ class StreamMoves(MoveOwner):
                 hints,
                 others,
                 lender,
-                files=member.facts.files,
+                files=member.facts.files_of(hints.model),
                 prompt_holder=prompt_holder,
                 full=full,
             )

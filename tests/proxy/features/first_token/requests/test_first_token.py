@@ -332,7 +332,7 @@ async def test_what_follows_the_token_is_of_the_weights_that_made_it(api, resume
     engines = Removed(NEVER_BEGUN["it cannot be reached"])
     router, client = await started(engines, BODIES[api], api, y=2, resume_streams=resume)
     for name, root in (("prefill-0", "/m/1"), ("decode-0", "/m/2"), ("decode-1", "/m/1")):
-        router.registry.learn(name, EngineCapabilities(root=root))
+        router.registry.learn(name, EngineCapabilities(root=root, files={"": root}))
     await client.end()
     tried = {leg.instance.id for leg in engines.of(Role.DECODE) if not request_id(leg).startswith("teach")}
 

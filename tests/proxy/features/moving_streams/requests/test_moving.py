@@ -332,7 +332,7 @@ async def test_a_stream_moves_to_the_weights_that_it_began_with(dead):
 
     fleet = Fleet(y=3, prefill=prefill)
     for number, root in enumerate(("/m/1", "/m/2", "/m/1")):
-        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(root=root))
+        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(root=root, files={"": root}))
     client = await cut_once(fleet)
 
     assert read(client.body) == whole(Api.COMPLETIONS)
@@ -352,7 +352,7 @@ async def test_a_stream_stays_where_only_other_weights_are_left():
     """It ends where it began, as without a move."""
     fleet = Fleet()
     for number in range(2):
-        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(root=f"/m/{number}"))
+        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(files={"": f"/m/{number}"}))
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     fleet.drain(client.request.streams_from)
@@ -814,13 +814,13 @@ async def test_a_stream_does_not_go_back_to_other_weights(begins):
     """Its engine was drained to be replaced, and was: the client gets an error, and nothing of another model."""
 
     async def breaking(leg):
-        fleet.router.registry.learn("decode-0", EngineCapabilities(root="/m/2"))
+        fleet.router.registry.learn("decode-0", EngineCapabilities(files={"": "/m/2"}))
         stream = list(events(json.loads(leg.body), name="cmpl-x"))
         return 200, [*(stream[:5] if begins else []), EngineError("broke off")]
 
     fleet = Fleet(then={"decode-1": breaking})
     for name in ("decode-0", "decode-1"):
-        fleet.router.registry.learn(name, EngineCapabilities(root="/m/1"))
+        fleet.router.registry.learn(name, EngineCapabilities(files={"": "/m/1"}))
     client = await cut_once(fleet)
 
     first, *others = fleet.engines.of(Role.DECODE)

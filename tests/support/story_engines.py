@@ -408,7 +408,7 @@ class Fleet:
     fails_loads: bool = False  # a request whose KV does not come fails; False: its engine computes it
     offers: bool = False  # clients may get a prefill engine's token
     models: dict = field(default_factory=dict)  # what engines serve, by host; others serve ``m``
-    versions: dict = field(default_factory=dict)  # of the weights, by host
+    versions: dict = field(default_factory=dict)  # of the weights, by host, and of those of adapters
     idle_s: float | None = None  # after which engines close connections, without a word
     shows_room: bool = False  # how full their KV caches are: now they are, now they are not
     style: Style = field(default_factory=Style)
@@ -476,7 +476,8 @@ class Engine:
 
     def weights(self, name):
         """Return which weights it has under a name."""
-        return weights_of(name) + self.fleet.versions.get(self.host, "")
+        base, adapter = self.fleet.versions.get(self.host, ("", ""))
+        return weights_of(name) + base + (adapter if "+" in name else "")
 
     def cached(self, body, prompt):
         """Return how many tokens of a prompt are in its cache, and keep it."""

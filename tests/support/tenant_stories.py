@@ -18,6 +18,11 @@ from support.stories import Ask, Story, read
 from support.story_engines import FORM, Plain, form_of, plain_answer, weights_of
 
 TENANTS = (), ("alice",), ("alice", "bob"), ("alice", "bob", "carol")
+VERSIONS = (  # of the weights of engines, and of those of their adapters
+    (("", ""),),
+    (("", ""), ("-v2", "")),
+    (("", ""), ("", "-v2")),
+)
 MODELS = (  # of all engines, or of every second one
     (("m",),),
     (("m", "m@x"), ("m", "m@x")),
@@ -94,7 +99,7 @@ class TenantStory(Story):
         """Draw what engines serve: some of their weights may be newer ones."""
         dice, fleet = self.dice, self.fleet
         models = self.models = dice.choice(MODELS)
-        self.versions = dice.choice((("",), ("", "-v2"))) if self.is_probed else ("",)
+        self.versions = dice.choice(VERSIONS) if self.is_probed else VERSIONS[0]
         sides = {"p": set(), "d": set()}
         for host in self.hosts:
             number = int(host[1:])
@@ -261,8 +266,12 @@ class TenantStory(Story):
     def meanings(self, ask):
         """Return the body for each model that it may mean, with the weights that are served under its name."""
         models = [ask.body["model"]] if "model" in ask.body else sorted(self.bases)
-        asked = [(model, weights_of(model) + version) for model in models for version in self.versions]
-        return [ask.body | {"model": model, "weights": weights} for model, weights in asked]
+        asked = {
+            (model, weights_of(model) + base + (adapter if "+" in model else ""))
+            for model in models
+            for base, adapter in self.versions
+        }
+        return [ask.body | {"model": model, "weights": weights} for model, weights in sorted(asked)]
 
     def may_fail(self, ask):
         """Tell whether a client may get an error: by itself, by a limit, or where engines must be tried."""

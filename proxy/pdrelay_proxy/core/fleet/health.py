@@ -348,13 +348,13 @@ class EngineHealth:
         self._is_probed = False
         if self.misses in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
             self.changes.count += 1
+        is_missing = self.misses >= self.settings.health_check_failures
         if self.state is _STARTING:
             self.why = reason
-        elif (
-            self.state in (_HEALTHY, _HALF_OPEN)
-            and self.misses >= self.settings.health_check_failures
-        ):
+        elif self.state in (_HEALTHY, _HALF_OPEN) and is_missing:
             self._break(reason, now)
+        elif is_missing:
+            self.cache_since = now  # what is drained may come back as another process, too
 
     def silent_s(self, *, now: float) -> float:
         """Return for how long it has answered no probe, not even badly; 0: it has."""

@@ -38,6 +38,7 @@ _START_S: Final = 30.0
 DRAIN_IDLE_S: Final = 60.0
 # without an answer to any check, until an engine's requests are retried elsewhere
 HUNG_S: Final = 30.0
+_MAY_BE_NEW: Final = frozenset({HealthState.STARTING, HealthState.EJECTED})
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -229,7 +230,8 @@ class Prober:
         is_whole = self._schedule.is_whole(member, now=self._clock())
         newer_facts = await self._checks.probe(member.instance, is_whole=is_whole)
         facts = member.facts  # of one that was just added, the models alone are known
-        was_away = member.life.state is HealthState.EJECTED  # it may be another engine by now
+        # It may be another engine by now; so may one that was drained, which is not ejected.
+        was_away = member.life.state in _MAY_BE_NEW or member.life.misses > 0
         is_new = facts.models is None or facts.version is None or was_away
         self._registry.learn(name, newer_facts)
         if is_whole and is_new:

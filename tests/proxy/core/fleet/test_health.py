@@ -408,6 +408,17 @@ def test_the_cache_of_an_engine_that_was_away_is_another_one():
     assert (one.state, one.cache_since) == (HealthState.HEALTHY, 9.0)
 
 
+def test_so_is_that_of_an_engine_that_was_away_while_it_was_drained():
+    """So engines are replaced."""
+    one = at(HealthState.DRAINED)
+    before = one.cache_since
+    one.missed("why", now=5.0)
+    assert one.cache_since == before
+
+    one.missed("why", now=6.0)
+    assert (one.state, one.cache_since) == (HealthState.DRAINED, 6.0)
+
+
 def test_good_probes_do_not_heal_what_requests_broke():
     """/health is fine and every request fails: that engine stays out until a request succeeds."""
     one = broken()

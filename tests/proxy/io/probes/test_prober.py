@@ -161,6 +161,31 @@ async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines)
     assert engines.readings == 2
 
 
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("undrained_s", [4.0, 5.0, 9.0], ids=["while it is away", "at once", "later"])
+def test_what_a_drained_engine_is_behind_its_restart_is_read_anew(registry, engines, role, undrained_s):
+    """So engines are replaced: a connector that has changed fits others, whenever the engine gets requests again."""
+
+    async def replace():
+        member = add(registry, role)
+        async with prober(registry, engines, drain_idle_s=1.0, health_check_interval_s=1.0).running():
+            await asyncio.sleep(3)
+            registry.departures.drain(member.instance.id, now=now())
+            await asyncio.sleep(3)
+            engines.sick = ProbeFailed("cannot be reached")
+            engines.shown = Numbers(EngineCapabilities(connector="pdrelay", protocol="5", fingerprint="f" * 16))
+            loop = asyncio.get_running_loop()
+            loop.call_later(5.0, setattr, engines, "sick", None)
+            loop.call_later(undrained_s, lambda: registry.departures.undrain(member.instance.id, now=now()))
+            await asyncio.sleep(15)
+        return member
+
+    _, member = in_simulated_time(replace())
+
+    assert member.life.state is HealthState.HEALTHY
+    assert (member.facts.protocol, member.facts.fingerprint) == ("5", "f" * 16)
+
+
 async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up(registry, engines, caplog):
     """Not at once: it may be busy. And not those of an engine that answers."""
     member, given_up = add(registry), []

@@ -382,10 +382,7 @@ class Story:
         )
         rests_s = dice.choice((0.1, 2, 12))
         if kind == "restart":
-            engine.die()
-            await asyncio.sleep(rests_s)
-            self.before_start(host, rests_s)
-            engine.begin()
+            await self.restart(host, rests_s)
         elif kind == "hang":
             engine.goes_on.clear()
             await asyncio.sleep(rests_s * 5)
@@ -403,7 +400,17 @@ class Story:
         else:
             await self.order("drain", named | ({"move": True} if kind == "move" else {}))
             await asyncio.sleep(rests_s)
+            if dice.random() < 0.5:
+                await self.restart(host, rests_s)
             await self.order("undrain", named)
+
+    async def restart(self, host, rests_s):
+        """Have another process follow an engine at its address."""
+        engine = self.fleet.engines[host]
+        engine.die()
+        await asyncio.sleep(rests_s)
+        self.before_start(host, rests_s)
+        engine.begin()
 
     def before_start(self, host, rests_s):
         """Hear that an engine is about to begin, which was away for so long."""

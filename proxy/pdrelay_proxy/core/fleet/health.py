@@ -369,9 +369,13 @@ class EngineHealth:
         self._step(HealthEvent.EMPTY, reason, now)
 
     def undrain(self, *, now: float, why: str = "is in use again") -> None:
-        """It shall get requests again; one that was not draining stays what it is."""
+        """It shall get requests again, once it answers probes if it does not now; one that was not
+        draining stays what it is.
+        """
         if self.state not in _JUDGED:
+            misses = self.misses if self.settings.health_check_interval_s > 0 else 0
             self._forgive()
+            self.misses = misses
         self._step(HealthEvent.UNDRAIN, why, now)
 
     def remove(self, *, now: float) -> None:

@@ -1,6 +1,7 @@
 """The life of an engine: every step of its table, and every order of evidence."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -436,6 +437,19 @@ def test_an_engine_that_is_drained_gets_nothing_and_may_come_back():
     assert (one.state, one.may_serve(now=1)) == (HealthState.STARTING, True)
 
 
+@pytest.mark.parametrize(("interval_s", "serves"), [(5.0, False), (0.0, True)])
+def test_an_engine_that_is_away_comes_back_from_a_drain_once_it_answers(interval_s, serves):
+    """It may be another one by then, as its first answer tells; without probes nothing else would tell."""
+    one = at(HealthState.DRAINED)
+    one.settings = replace(one.settings, health_check_interval_s=interval_s)
+    one.missed("why", now=1)
+    one.undrain(now=2)
+    assert (one.state, one.may_serve(now=2)) == (HealthState.STARTING, serves)
+
+    one.seen(now=3)
+    assert (one.state, one.may_serve(now=3)) == (HealthState.HEALTHY, True)
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of requests, probes, orders and time, as the fleet plays them."""
 
@@ -482,8 +496,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(order=st.sampled_from(["drain", "undrain"]))
     def order(self, order):
-        if order == "undrain" and self.life.state in (HealthState.DRAINING, HealthState.DRAINED):
-            self.missed = 0
         getattr(self.life, order)(now=self.now)
 
     @precondition(lambda self: self.life.state is HealthState.DRAINING and not self.running)

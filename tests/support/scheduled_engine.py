@@ -479,7 +479,7 @@ class ScheduledEngine:
         leases = self.prefills._held_blocks._leases
         held = {name: [block.block_id for block in lease.blocks] for name, lease in leases.items()}
         quarantined = {
-            name: [block.block_id for block in each.blocks] for name, each in self.decodes._quarantined.items()
+            name: [block.block_id for block in each.blocks] for name, each in self.decodes._quarantined._loads.items()
         }
         used = {name: self.blocks_of(name) for name in self.scheduler.requests}
         owners = Counter(block for each in (held, quarantined, used) for blocks in each.values() for block in blocks)
@@ -513,7 +513,7 @@ class ScheduledEngine:
         assert (list(self.prefills._held_blocks._leases), list(self.leases._leases)) == ([], [])
         renewed = control.lease_renewer._leases_by_engine
         assert renewed == {}, f"{self.name} still renews {renewed}"
-        assert (self.decodes._remote_prefills, self.decodes._quarantined) == ({}, {})
+        assert len(self.decodes._remote_prefills) == len(self.decodes._quarantined) == 0
         assert self.decodes._prompts == {}
         assert (len(control.push_receiver), len(self.reader)) == (0, 0)
         coordinator = control.push_coordinator

@@ -200,7 +200,7 @@ class TurningMachine(RuleBasedStateMachine):
     def run_dry(self):
         """Let all end that must. A request that lacks quarantined blocks waits for them, and then begins.
 
-        A quarantine lasts for some number of looks (core/push/decode_scheduler.py), here one for each step of the time.
+        A quarantine lasts for some number of looks (core/push/lost_peer.py), here one for each step of the time.
         """
         fleet, since = self.fleet, self.fleet.now
         while fleet.now < since + BOUND and fleet.now < 1e5:

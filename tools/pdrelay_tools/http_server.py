@@ -4,8 +4,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import httpx
 import msgspec
@@ -15,24 +14,14 @@ from pdrelay_tools.http_reply import Reply
 # bytes of an answer, of which 32 may come at once; a larger one is cut off and reported
 LARGEST_BODY: Final = 8 << 20
 _DATA: Final = b"data:"
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """The HTTP client that all servers of a run share."""
-
-    client: httpx.AsyncClient
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self.client.aclose()
+Transport: TypeAlias = httpx.AsyncClient  # that all servers of a run share
 
 
 def open_transport(tls: ssl.SSLContext | None) -> Transport:
-    """Open a client without proxies, redirects and kept connections: engines restart in a run."""
+    """Return a client without proxies, redirects and kept connections: engines restart in a run."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls
-    return Transport(httpx.AsyncClient(trust_env=False, timeout=None, limits=limits, verify=verify))
+    return Transport(trust_env=False, timeout=None, limits=limits, verify=verify)
 
 
 class HttpServer:
@@ -50,7 +39,7 @@ class HttpServer:
         """``server_name``: the name that its certificate must have; None: the host of its URL."""
         self.name = name
         self.url = url
-        self._client = transport.client
+        self._client = transport
         self._extensions = {} if server_name is None else {"sni_hostname": server_name}
         self._headers = {"accept-encoding": "identity"} | (
             {} if key is None else {"authorization": f"Bearer {key}"}

@@ -76,14 +76,13 @@ class KvMeter:
         return asyncio.run(self._read_all(names))
 
     async def _read_all(self, names: Collection[str]) -> Mapping[str, _Counts]:
-        transport = open_transport(None)
-        servers = [HttpServer(name, f"http://{self._addresses[name]}", transport) for name in names]
-        try:
+        async with open_transport(None) as transport:
+            servers = [
+                HttpServer(name, f"http://{self._addresses[name]}", transport) for name in names
+            ]
             replies = await asyncio.gather(
                 *(server.get("/metrics", timeout_s=_TIMEOUT_S) for server in servers)
             )
-        finally:
-            await transport.close()
         counts = dict[str, _Counts]()
         for name, reply in zip(names, replies, strict=True):
             moved = metric_total(reply.body)

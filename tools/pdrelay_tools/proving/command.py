@@ -218,13 +218,10 @@ def _started(args: argparse.Namespace) -> Generator[list[Child]]:
 async def _prove(
     args: argparse.Namespace, checks: Sequence[Check], children: Sequence[Child]
 ) -> RunReport:
-    transport = open_transport(_tls(args))
-    try:
+    async with open_transport(_tls(args)) as transport:
         servers = _servers(args, transport)
         await _wait_ready(servers, args.start_seconds if children else 0.0, children)
         return await _measure(args, checks, servers, rest_s=args.idle_seconds if children else 0.0)
-    finally:
-        await transport.close()
 
 
 async def _measure(

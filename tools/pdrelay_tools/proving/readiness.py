@@ -230,10 +230,8 @@ class _ReadinessCheck:
                 waiting.subtract(names)
             return _Exchange(pair, question, reply)
 
-        try:
+        async with transport:
             return await asyncio.gather(*map(send_to, pairs))
-        finally:
-            await transport.close()
 
     async def _read_all(self, pairs: Sequence[MemberPair]) -> dict[InstanceId, _EngineMetrics]:
         """Read the metrics of all engines of these pairs."""

@@ -160,6 +160,21 @@ def test_a_second_signal_leaves_no_engine_frozen(fleet, tmp_path, number):
     assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
 
 
+def test_a_run_that_is_ended_does_not_wait_for_work_that_it_gave_an_engine(fleet):
+    """Dozens of prompts keep a decode engine busy; one that hangs would answer none of them in time."""
+    fleet.d.inject(SimulatedFault(FaultKind.STALL, passes=1))
+    at = fleet.at
+    program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--only", "busy-left", "--timeout", "50"]
+    urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"]]
+    with subprocess.Popen([*program, *urls], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while len(fleet.d.log) < 5 and run.poll() is None:
+            time.sleep(0.05)
+        run.terminate()
+        _, stderr = run.communicate(timeout=30)
+
+    assert (run.returncode, "interrupted" in stderr) == (2, True)
+
+
 @pytest.mark.parametrize("value", ["0", "-16", "x", "99999999999"])
 def test_a_block_has_tokens(capsys, value):
     """Prompts of fewer than no token are refused by every engine, which would be a finding."""

@@ -192,8 +192,10 @@ class _Work:
                 f"{self.decode.name} was busy with {count} prompts of {self.length} tokens, "
                 f"{self.once:.2f} s each"
             )
-        finally:
             await asyncio.gather(*working)
+        finally:
+            for task in working:  # of a check that has failed, or was ended
+                task.cancel()
 
 
 async def _restart(bench: Bench, role: str, server: HttpServer) -> None:

@@ -25,6 +25,7 @@ from pdrelay_proxy.core.model import (
     SingleEngineReason,
 )
 from pdrelay_proxy.core.protocol.client_body import (
+    CLEANED,
     TEMPLATES,
     check_chat_template,
     check_wanted_now,
@@ -271,7 +272,7 @@ class Intake:
         sent_type = JSON_TYPE
         if path in _FORMS:
             sent_type = content_type(boundary_of(shown.get(b"content-type", b"")))
-        elif api is not None or fields_sent is not fields:
+        elif api is not None or fields_sent is not fields or not CLEANED.isdisjoint(fields):
             body = encode(fields_sent)
         plan = RequestPlan(
             path,

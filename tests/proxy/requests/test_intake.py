@@ -1,10 +1,14 @@
 """What a request is judged by before it is admitted."""
 
+import json
+
 import pytest
 
 from pdrelay_proxy.core.admission.keys import Keyring, Keys
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, UnsupportedMedia
 from pdrelay_proxy.requests.intake import Intake, RequestHead, passed_on
@@ -50,6 +54,20 @@ def test_a_rank_is_a_number(text):
     """The engine would say so too, after the prefill."""
     with pytest.raises(BadRequest, match="X-data-parallel-rank"):
         planned(head(x_data_parallel_rank=text))
+
+
+@pytest.mark.parametrize("path", [path for path, kind in ENDPOINTS.items() if kind is not EndpointKind.FORM])
+@pytest.mark.parametrize("inside", ["vllm_xargs", "sampling_params"])
+def test_what_no_client_may_set_reaches_no_engine(path, inside):
+    """A chat in a batch generates as any other, and would report its whole cache to each follower of the events."""
+    extra = {"kv_cache_report_mode": "full", "mine": 1}
+    body = json.dumps({"model": "m", inside: extra if inside == "vllm_xargs" else {"extra_args": extra}}).encode()
+    made, asked = intake(), head(path)
+    plan = made.plan(asked, body, made.read(asked, body))
+    sent = b"".join(plan.body) if plan.call is None else encode(plan.call.fields)
+
+    assert b"kv_cache_report_mode" not in sent
+    assert b'"mine":1' in sent.replace(b" ", b"")
 
 
 def test_engines_see_only_some_headers():

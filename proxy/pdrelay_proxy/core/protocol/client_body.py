@@ -27,6 +27,9 @@ from pdrelay_proxy.errors import BadRequest
 # of GENERATE: an object with the fields that other calls have beside the prompt
 SAMPLING: Final = "sampling_params"
 _EXTRA: Final = "extra_args"
+# vLLM merges it into extra_args, where it reads the KV parameters
+_XARGS: Final = "vllm_xargs"
+CLEANED: Final = frozenset({SAMPLING, _XARGS})  # what ``parse`` may return another value of
 # Only the router may set these: from a client they would name memory of other requests, or crash
 # the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
@@ -63,9 +66,8 @@ def parse(body: bytes) -> Fields:
     if not is_small:
         check_prompts(fields, len(body))
     fields = _public(fields, inside="")
-    # vLLM merges vllm_xargs into extra_args, where it reads the KV parameters.
-    if (extra := fields.get("vllm_xargs")) is not None:
-        fields["vllm_xargs"] = _public_extra(extra, inside="vllm_xargs")
+    if (extra := fields.get(_XARGS)) is not None:
+        fields[_XARGS] = _public_extra(extra, inside=_XARGS)
     if (sampling := fields.get(SAMPLING)) is not None:
         fields[SAMPLING] = _public_sampling(sampling)
     return fields

@@ -98,6 +98,13 @@ BAD = [
     ("monitoring.prometheusRule.ttftSeconds", 300),  # the histogram's last bound: above it nothing is seen
     ("ingress.paths", ["v1"]),
     ("ingress.hosts", []),
+    ("ingress.hosts", ["LLM.example.com"]),  # what the API refuses
+    ("httpRoute.hostnames", ["llm.example.com:443"]),
+    ("commonLabels", {"team": "search and chat"}),
+    ("decode.podLabels", {"tier": "-"}),
+    ("decode.nodeSelector", {"gpu": "h200, h100"}),
+    ("monitoring.podMonitor.labels", {"release": "a b"}),
+    ("decode.pdb.maxUnavailable", "150%"),
     ("httpRoute.requestTimeout", "ever"),
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
@@ -178,6 +185,7 @@ TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
 ON_NODES = {"prefill": {**GROUP, "hostNetwork": True, "tensorParallel": 2}, **ACCEPTED}
 SPREAD = {"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}
+SCRAPED = {"monitoring": {"podMonitor": {"enabled": True}}}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
@@ -200,6 +208,17 @@ CONTRADICTIONS = [
     ({"prefill": {"kind": "LeaderWorkerSet", "strategy": {"type": "Recreate"}}}, "prefill.strategy.type is Recreate"),
     ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
     ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),
+    ({"prefill": {"autoscaling": {"type": "hpa", "min": 0}}}, "no metric of a pool without engines"),
+    ({"decode": {"autoscaling": {"type": "keda", "min": 0}}} | SCRAPED, "no metric of a pool without engines"),
+    ({"listenAddress": "127.0.0.1"}, "no probe and no other pod reaches it there"),
+    ({"listenAddress": "::1"}, "no probe and no other pod reaches it there"),
+    (
+        {
+            "listenAddress": "::",
+            "router": {"service": {"ipFamilies": ["IPv6", "IPv4"], "ipFamilyPolicy": "SingleStack"}},
+        },
+        "names two families",
+    ),
     ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
     ({"decode": {"terminationGracePeriodSeconds": 599}}, "its drain takes up to 600 s"),
     ({"connector": {"leaseSeconds": 14}}, "when the KV is gone"),

@@ -47,7 +47,13 @@
 {{- if and (ne $set.placementPolicy.type "None") (not $set.placementPolicy.topology) -}}
 {{- fail (printf "disaggregatedSet.placementPolicy.type is %s: name the label of nodes that says what a place is in disaggregatedSet.placementPolicy.topology" $set.placementPolicy.type) -}}
 {{- end -}}
+{{- if or (hasPrefix "127." $v.listenAddress) (eq $v.listenAddress "::1") -}}
+{{- fail (printf "listenAddress is %s, a pod's own: no probe and no other pod reaches it there, so write 0.0.0.0, or \"::\"" $v.listenAddress) -}}
+{{- end -}}
 {{- $service := $v.router.service -}}
+{{- if and (eq $service.ipFamilyPolicy "SingleStack") (gt (len $service.ipFamilies) 1) -}}
+{{- fail "router.service.ipFamilyPolicy is SingleStack, and ipFamilies names two families: write PreferDualStack, or one family" -}}
+{{- end -}}
 {{- if and (or (has "IPv6" $service.ipFamilies) (hasSuffix "DualStack" $service.ipFamilyPolicy)) (not (contains ":" $v.listenAddress)) -}}
 {{- fail (printf "router.service wants IPv6, and listenAddress is %s: routers would listen on IPv4 alone, so write listenAddress: \"::\", which takes both" $v.listenAddress) -}}
 {{- end -}}
@@ -164,6 +170,10 @@
 {{- end -}}
 {{- if gt (int $p.autoscaling.min) (int $p.autoscaling.max) -}}
 {{- fail (printf "%s.autoscaling.min is %d, above max, which is %d" $role (int $p.autoscaling.min) (int $p.autoscaling.max)) -}}
+{{- end -}}
+{{- $fromNone := and (eq $p.autoscaling.type "keda") (or $p.autoscaling.wanted $p.autoscaling.perOther) -}}
+{{- if and (ne $p.autoscaling.type "none") (eq (int $p.autoscaling.min) 0) (not $fromNone) -}}
+{{- fail (printf "%s.autoscaling.min is 0: no metric of a pool without engines says when to begin again, so write 1 or more, or with keda wanted: true or perOther" $role) -}}
 {{- end -}}
 {{- if and (eq $p.autoscaling.type "keda") (not $v.monitoring.podMonitor.enabled) -}}
 {{- fail (printf "%s.autoscaling.type is keda, which asks Prometheus by labels that the PodMonitor adds: write monitoring.podMonitor.enabled: true" $role) -}}

@@ -95,6 +95,19 @@ def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
     assert len(base64.b64decode(drawn["data"]["secret"])) == 48
 
 
+def test_another_key_in_the_secret_of_the_cluster_is_drawn():
+    """Pods would wait for ever for a key that is not there; those of the old revision keep theirs."""
+    kept = {"secret": base64.b64encode(b"old").decode()}
+    argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
+    there = {("ns", f"r-pdrelay-{name}"): {"data": kept, "metadata": OURS} for name in ("connector", "router-peers")}
+    keys = ["--set", "connector.secret.key=k,router.peers.secret.key=k"]
+    with least_values(IMAGES) as images, cluster(there, [ROOT_CA]) as address:
+        text = run("helm4", *argv, *images, *keys, "--kube-apiserver", address)
+
+    secrets = kind([o for o in yaml.safe_load_all(text) if o], "Secret")
+    assert [(o["data"].keys(), o["data"]["secret"]) for o in secrets] == [({"k", "secret"}, kept["secret"])] * 2
+
+
 def test_a_secret_of_ones_own_is_taken_and_none_is_made():
     """By its name and key; both pools mount it, and the workers of an engine, too."""
     values = {

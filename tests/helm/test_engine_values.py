@@ -17,6 +17,29 @@ def of_roles(objects):
 
 
 @pytest.mark.parametrize("helm", HELMS)
+def test_a_pool_takes_a_key_of_both_pools_away(helm):
+    """A label of nodes that one of them has not; null in the values of both is nothing."""
+    values = {
+        "engine": {
+            "nodeSelector": {"gpu": "h100", "zone": "a"},
+            "podLabels": {"tier": "x", "none": None},
+            "podAnnotations": {"note": "y"},
+        },
+        "prefill": {"nodeSelector": {"gpu": None}, "podLabels": {"tier": None}, "podAnnotations": {"note": None}},
+    }
+    objects = Chart().objects(values, helm=helm)
+    (prefill,), (decode,) = (templates(pool(objects, role)) for role in ("prefill", "decode"))
+
+    assert prefill["spec"]["nodeSelector"] == {"zone": "a"}
+    assert decode["spec"]["nodeSelector"] == {"gpu": "h100", "zone": "a"}
+    assert "tier" not in prefill["metadata"]["labels"]
+    assert decode["metadata"]["labels"]["tier"] == "x"
+    assert "none" not in decode["metadata"]["labels"]
+    assert "note" not in prefill["metadata"]["annotations"]
+    assert decode["metadata"]["annotations"]["note"] == "y"
+
+
+@pytest.mark.parametrize("helm", HELMS)
 def test_both_pools_have_a_value_of_engine(helm):
     """A value written once needs no anchor of YAML."""
     both = {"tensorParallel": 2, "extraArgs": ["--enforce-eager"], "nodeSelector": {"pool": "gpu"}}

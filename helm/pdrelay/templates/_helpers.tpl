@@ -4,8 +4,10 @@ helm's; they share the values, so it is done once: a null, which takes a value a
 {{- if not (hasKey .Values "poolsHaveValues") -}}
 {{- include "pdrelay.fill" (dict "values" .Values "empty" (.Files.Get "files/empty.json" | fromJson)) -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $values := deepCopy $.Values.engine -}}
-{{- include "pdrelay.overlay" (dict "over" (index $.Values $role) "under" $values) -}}
+{{- $values := dict -}}
+{{- range list $.Values.engine (index $.Values $role) -}}
+{{- include "pdrelay.overlay" (dict "over" . "under" $values) -}}
+{{- end -}}
 {{- $_ := set $.Values $role $values -}}
 {{- end -}}
 {{- $_ := set .Values "poolsHaveValues" true -}}
@@ -30,7 +32,8 @@ replace.) */}}
 {{- range $key, $value := .over -}}
 {{- if kindIs "invalid" $value -}}
 {{- $_ := unset $.under $key -}}
-{{- else if and (kindIs "map" $value) (kindIs "map" (get $.under $key)) -}}
+{{- else if kindIs "map" $value -}}
+{{- if not (kindIs "map" (get $.under $key)) -}}{{- $_ := set $.under $key dict -}}{{- end -}}
 {{- include "pdrelay.overlay" (dict "over" $value "under" (get $.under $key)) -}}
 {{- else -}}
 {{- $_ := set $.under $key $value -}}

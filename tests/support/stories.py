@@ -7,7 +7,7 @@ import random
 import re
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,6 +23,7 @@ from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import KvTransferMode, Settings
 from support.engine_styles import drawn_style
 from support.simulated_loop import SimulatedLoop
+from support.story_answers import counted, read
 from support.story_engines import Fate, Fleet, Saying, flat, limit_of, next_tokens, prompts_of
 
 DEATHS = ("status", "cut", "cut", "cut", "stall", "error", "abort")
@@ -41,20 +42,6 @@ class Ask:
     sender: str | None = None  # whose key it has
     mistake: int | None = None  # the status that its client's own mistake gets
     is_begun: bool = False  # some of the answer has come
-
-
-@dataclass
-class Read:
-    """What a client has read of one choice."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool: str = ""
-    logprobs: list = field(default_factory=list)
-    ids: list = field(default_factory=list)  # of tokens, and of its prompt, if they are asked for
-    prompt_ids: list = field(default_factory=list)
-    finish: str | None = None
-    usages: list = field(default_factory=list)
 
 
 def plain_ask(dice):
@@ -128,101 +115,6 @@ def generate_ask(dice, body, limit):
         body["stream_options"] = {"include_usage": dice.random() < 0.7, "continuous_usage_stats": dice.random() < 0.3}
     ids = [dice.randrange(40) for _ in range(dice.randrange(1, 20))]
     return Ask(Api.GENERATE, body | {"token_ids": ids, "sampling_params": sampling})
-
-
-# ---- what a client reads
-
-
-def read(api, raw, *, streams):
-    """Return the choices by index, the usage, what is the same in all events, and how a body ends."""
-    if not streams:
-        said = json.loads(raw)
-        return _whole(api, said), _usage(said), {_head(said)}, "error" if "error" in said else "whole"
-    choices, usage, heads, end = {}, None, set(), None
-    for block in raw.decode().replace("\r\n", "\n").split("\n\n"):
-        data = [line[5:].strip() for line in block.split("\n") if line.startswith("data:")]
-        assert len(data) < 2, block
-        if not data:
-            continue
-        assert end is None or (end == "error" and (data == ["[DONE]"] or '"error"' in data[0])), raw
-        if data == ["[DONE]"]:
-            end = end or "whole"
-            continue
-        said = json.loads(data[0])
-        if "error" in said or said.get("type") == "error":
-            end = "error"
-            continue
-        end = _take(api, said, choices, heads)
-        usage = _usage(said) or usage
-    return choices, usage, heads, end
-
-
-def _head(said):
-    inside = said.get("response") or said.get("message") or said
-    return inside.get("id", inside.get("request_id")), inside.get("created"), inside.get("model")
-
-
-def _usage(said):
-    return (said.get("response") or said.get("message") or said).get("usage")
-
-
-def _take(api, said, choices, heads):
-    if api in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE):
-        heads.add(_head(said))
-        for each in said["choices"]:
-            seen = choices.setdefault(each["index"], Read())
-            seen.prompt_ids += said.get("prompt_token_ids") or []
-            _add(api, seen, each)
-            if said.get("usage"):
-                seen.usages.append((said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]))
-        return None
-    seen = choices.setdefault(0, Read())
-    kind = said["type"]
-    if kind in ("content_block_delta", "response.output_text.delta"):
-        seen.text += said["delta"] if isinstance(said["delta"], str) else said["delta"]["text"]
-    if kind == "message_delta":
-        seen.finish = said["delta"]["stop_reason"]
-    if kind == "response.completed":
-        assert said["response"]["output"][0]["content"][0]["text"] == seen.text
-    return "whole" if kind in ("message_stop", "response.completed") else None
-
-
-def _add(api, seen, choice):
-    if api is Api.GENERATE:
-        choice = choice | {"text": "".join(f" {i}" for i in choice["token_ids"]), "token_ids": None}
-    seen.ids += choice.get("token_ids") or []
-    seen.prompt_ids += choice.get("prompt_token_ids") or []
-    assert seen.finish is None, "it has ended twice"
-    delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-    seen.text += delta.get("content") or ""
-    seen.reasoning += delta.get("reasoning") or ""
-    seen.tool += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
-    logprobs = choice.get("logprobs") or {}
-    seen.logprobs += logprobs.get("content") or list(
-        zip(logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True)
-    )
-    seen.finish = choice.get("finish_reason")
-
-
-def _whole(api, said):
-    if "choices" in said:
-        choices = {}
-        for each in said["choices"]:
-            _add(api, choices.setdefault(each["index"], Read(prompt_ids=said.get("prompt_token_ids") or [])), each)
-        assert list(choices) == sorted(choices)
-        return choices
-    content = said.get("content") or (said.get("output") or [{}])[0].get("content") or [{"text": ""}]
-    return {0: Read(content[0]["text"], finish=said.get("stop_reason"))}
-
-
-def counted(usage):
-    """Return the tokens of prompt and answer that a usage counts, and of the prompt those that were cached."""
-    if usage is None:
-        return None, None
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
-    read_tokens = usage.get("prompt_tokens", usage.get("input_tokens")) + (usage.get("cache_read_input_tokens") or 0)
-    return (read_tokens, usage.get("completion_tokens", usage.get("output_tokens"))), cached
 
 
 # ---- the story

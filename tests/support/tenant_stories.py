@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import QueueOrder
-from support.stories import Ask, Story, read
+from support.stories import Ask, Story
+from support.story_answers import read
 from support.story_engines import FORM, Plain, form_of, plain_answer, weights_of
 
 TENANTS = (), ("alice",), ("alice", "bob"), ("alice", "bob", "carol")
@@ -48,7 +49,7 @@ AWAY_S = 11  # probes have seen by then that an engine was away
 TIGHT = 4000  # of all bodies together
 
 
-def plain_ask(dice):
+def ask_of_one_engine(dice):
     """Draw a request of an endpoint that one engine serves."""
     api = dice.choice((*Plain,))
     return Ask(api, {"model": "m", "file" if api is Plain.TRANSCRIPTION else "input": str(dice.random())})
@@ -142,7 +143,7 @@ class TenantStory(Story):
         if dice.random() < 0.1:
             method, path = dice.choice(ERRANDS)
             return Ask(None, {"path": path}, method=method)
-        ask = plain_ask(dice) if dice.random() < 0.15 else self.any_ask(dice)
+        ask = ask_of_one_engine(dice) if dice.random() < 0.15 else self.any_ask(dice)
         body, sending = ask.body, Sending()
         self.sendings[id(ask)] = ask, sending
         body["model"] = dice.choice(self.names)

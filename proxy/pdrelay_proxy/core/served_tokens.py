@@ -13,7 +13,8 @@ _NAME: Final = b'"usage"'
 _DATA: Final = b"data:"
 _MOST: Final = 10**9  # tokens; a limit beyond any request
 _EMBED: Final = "/v2/embed"  # Cohere's API: units in its meta in place of a usage
-# These count input_tokens and output_tokens, all others prompt_tokens and completion_tokens.
+# These count input_tokens and output_tokens alone, all others prompt_tokens and completion_tokens
+# where they have them: which words /v1/decisions has is up to vLLM 0.33.
 _INPUT: Final = frozenset({Api.RESPONSES.value, Api.MESSAGES.value, "/v1/systemone"})
 _RESPONSES: Final = Api.RESPONSES.value
 
@@ -49,7 +50,8 @@ def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
     if path in _INPUT:
         usage.prompt_tokens = None
         return prompt_of(usage), usage.output_tokens
-    return usage.prompt_tokens, usage.completion_tokens
+    answered = usage.completion_tokens
+    return prompt_of(usage), usage.output_tokens if answered is None else answered
 
 
 def _usage(path: str, end: bytes) -> ServedUsage | None:

@@ -52,6 +52,8 @@ def test_tokens_that_a_move_has_made_part_of_a_prompt_count_once(first):
             {"type": "message", "usage": {"input_tokens": 21, "output_tokens": 7, "cache_read_input_tokens": 9}},
         ),
         ("/v1/systemone", {"answers": {}, "usage": {"input_tokens": 30, "output_tokens": 7}}),
+        ("/v1/decisions", {"answers": {}, "usage": {"input_tokens": 30, "output_tokens": 7}}),
+        ("/v1/decisions", {"answers": {}, "usage": {"prompt_tokens": 30, "completion_tokens": 7}}),
         ("/v2/embed", {"embeddings": {}, "meta": {"billed_units": {"input_tokens": 30, "image_tokens": 7}}}),
     ],
 )

@@ -310,4 +310,9 @@ class _Crew:
 
 def _cause(code: int) -> str:
     """Describe an exit code; a negative one is the number of a signal."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-code}"

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrelay_proxy.supervisor import _cause
 from pdrelay_tools.simulated.rules import expected_text
 from support.cluster import free_ports
 from support.router_process import KEY, RouterProcess
@@ -296,6 +297,11 @@ def test_what_is_wrong_is_said_once(tmp_path):
             (line,) = [line for line in workers.said.splitlines() if line.startswith("pdrelay serve: ")]
             assert wrong[flags] in line
             assert "Traceback" not in workers.said
+
+
+def test_a_worker_may_be_killed_by_a_signal_without_a_name():
+    """The supervisor ended with a traceback, and with it all other workers."""
+    assert _cause(-int(signal.SIGRTMIN) - 5) == f"killed by signal {signal.SIGRTMIN + 5}"
 
 
 ENDS_AT_START = """

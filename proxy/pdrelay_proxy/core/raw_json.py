@@ -144,6 +144,6 @@ def encode_text(value: str) -> bytes:
     return msgspec.json.encode(value)
 
 
-def text(value: str) -> msgspec.Raw:
-    """Return a string as a JSON value of an object."""
+def to_raw(value: object) -> msgspec.Raw:
+    """Return a value as one of an object's."""
     return msgspec.Raw(msgspec.json.encode(value))

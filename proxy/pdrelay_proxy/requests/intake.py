@@ -35,7 +35,7 @@ from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from pdrelay_proxy.core.protocol.response_filter import media_type
-from pdrelay_proxy.core.raw_json import FALSE, TRUE, Fields, Pieces, encode, long_fields, text
+from pdrelay_proxy.core.raw_json import FALSE, TRUE, Fields, Pieces, encode, long_fields, to_raw
 from pdrelay_proxy.core.routing.routing_hints import (
     TELLS_MODEL,
     hints_of_call,
@@ -199,7 +199,7 @@ class Intake:
         """
         if head.path in _FORMS:
             model = check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
-            return {} if model is None else {"model": text(model)}
+            return {} if model is None else {"model": to_raw(model)}
         settings = self.settings
         fields = parse(body)
         if not (settings.trust_request_chat_template or fields.keys().isdisjoint(TEMPLATES)):

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.admission.keys import Keyring, Keys
-from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, text
+from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, to_raw
 from pdrelay_proxy.errors import BadRequest, Unauthorized
 
 FIELD: Final = "cache_salt"
@@ -54,7 +54,7 @@ class Salts:
         return fields | {
             FIELD: self._own_salt(caller)
             if client_salt == NULL
-            else text(self._digest(caller, _read(client_salt)))
+            else to_raw(self._digest(caller, _read(client_salt)))
         }
 
     def _own_salt(self, caller: str) -> msgspec.Raw:
@@ -63,7 +63,7 @@ class Salts:
             self._own.clear()
         salt = self._own.get(caller)
         if salt is None:
-            salt = self._own[caller] = text(self._digest(caller, ""))
+            salt = self._own[caller] = to_raw(self._digest(caller, ""))
         return salt
 
     def _digest(self, caller: str, client_salt: str) -> str:

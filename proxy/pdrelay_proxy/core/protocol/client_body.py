@@ -19,8 +19,8 @@ from pdrelay_proxy.core.raw_json import (
     NotJson,
     OtherJson,
     decode,
-    encode,
     maybe,
+    to_raw,
 )
 from pdrelay_proxy.errors import BadRequest
 
@@ -167,7 +167,7 @@ def _public_sampling(raw: msgspec.Raw) -> msgspec.Raw:
     if sampling is None or (extra := sampling.get(_EXTRA)) is None:
         return raw
     public = _public_extra(extra, inside=f"{SAMPLING}.{_EXTRA}")
-    return msgspec.Raw(encode(sampling | {_EXTRA: public}))
+    return to_raw(sampling | {_EXTRA: public})
 
 
 def _public_extra(extra: msgspec.Raw, *, inside: str) -> msgspec.Raw:
@@ -180,4 +180,4 @@ def _public_extra(extra: msgspec.Raw, *, inside: str) -> msgspec.Raw:
     if fields.keys().isdisjoint(_NOT_IN_EXTRA):
         return extra
     fields.pop(_REPORT_MODE, None)
-    return msgspec.Raw(encode(_public(fields, inside=f"{inside}.")))
+    return to_raw(_public(fields, inside=f"{inside}."))

@@ -8,7 +8,7 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.client_body import names_no_model
-from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, to_raw
 
 _COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
 _DEFAULT_LIMIT: Final = (
@@ -78,9 +78,9 @@ def limits_behind(api: Api, fields: Fields, generated: int) -> Fields | None:
     for name, limit in limits(api, fields).items():
         if limit <= generated:
             return None
-        remaining[name] = raw(limit - generated)
+        remaining[name] = to_raw(limit - generated)
     if minimum := least(fields):
-        remaining["min_tokens"] = raw(max(0, minimum - generated))
+        remaining["min_tokens"] = to_raw(max(0, minimum - generated))
     return remaining
 
 
@@ -89,7 +89,7 @@ def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
     if api is _COMPLETIONS:
         return {"prompt": tokens}
     # the ids take precedence over the messages
-    return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}
+    return {"kv_transfer_params": to_raw({"prompt_token_ids": tokens})}
 
 
 def with_model_of(head: Fields, fields: Fields) -> Fields:
@@ -101,16 +101,6 @@ def with_model_of(head: Fields, fields: Fields) -> Fields:
     return fields | {"model": head["model"]}
 
 
-def raw(value: object) -> msgspec.Raw:
-    """Encode a value."""
-    return msgspec.Raw(msgspec.json.encode(value))
-
-
-def raw_fields(fields: Fields) -> msgspec.Raw:
-    """Encode an object inside another."""
-    return msgspec.Raw(encode(fields))
-
-
 def usage_of_one_engine(usage: Fields, prompt_tokens: int, completion_tokens: int) -> msgspec.Raw:
     """Return an engine's usage with the counts that a single engine would have had.
 
@@ -118,16 +108,16 @@ def usage_of_one_engine(usage: Fields, prompt_tokens: int, completion_tokens: in
     single one has at most all but the last token of the prompt cached.
     """
     counts: Fields = {
-        "prompt_tokens": raw(prompt_tokens),
-        "completion_tokens": raw(completion_tokens),
-        "total_tokens": raw(prompt_tokens + completion_tokens),
+        "prompt_tokens": to_raw(prompt_tokens),
+        "completion_tokens": to_raw(completion_tokens),
+        "total_tokens": to_raw(prompt_tokens + completion_tokens),
     }
     details = maybe(usage.get("prompt_tokens_details", NULL), Fields)
     if details is not None:
         cached = maybe(details.get("cached_tokens", NULL), int)
         if cached is not None:
             most = max(prompt_tokens - 1, 0)
-            counts["prompt_tokens_details"] = raw_fields(
-                details | {"cached_tokens": raw(min(cached, most))}
+            counts["prompt_tokens_details"] = to_raw(
+                details | {"cached_tokens": to_raw(min(cached, most))}
             )
-    return raw_fields(usage | counts)
+    return to_raw(usage | counts)

@@ -18,9 +18,8 @@ from pdrelay_proxy.core.raw_json import (
     NotJson,
     decode,
     decode_whole_floats,
-    encode,
     maybe,
-    text,
+    to_raw,
 )
 from pdrelay_proxy.core.schemas import (
     Coordinates,
@@ -100,7 +99,7 @@ def handover(
     replaced: str | None = None
     if host is not None and named_host in _EVERYWHERE:
         replaced = named_host
-        params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host)}))
+        params = to_raw(decode(params, Fields) | {"remote_host": to_raw(host)})
     word = naming.transfer_mode
     mode = policy.unsaid if word is None else _PUSH if word == _PUSH_WORD else _PULL
     if mode not in policy.accepted:
@@ -117,7 +116,7 @@ def handover(
                 f"engine"
             )
         if is_followed:
-            params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
+            params = to_raw(decode(params, Fields) | {"transfer_id": to_raw(transfer)})
         coordinates = _read(prefill, params, Coordinates)
         pushed = transfer
         offer = NULL

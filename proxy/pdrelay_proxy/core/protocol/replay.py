@@ -34,12 +34,10 @@ from pdrelay_proxy.core.protocol.continuation import (
     Rest,
     limits_behind,
     prompt_of,
-    raw,
-    raw_fields,
     usage_of_one_engine,
     with_model_of,
 )
-from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe, to_raw
 from pdrelay_proxy.core.schemas import PlainMessage
 
 # Allowed with any value: they do not depend on where a request begins.
@@ -204,7 +202,7 @@ class Replay:
         self._resumed = True
         self.broken = False
         fields = with_model_of(self._head, traced(self.fields))
-        return Rest(fields | left, raw([*self._prompt, *self._shown]))
+        return Rest(fields | left, to_raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
         """Return the rest of a stream that broke off behind its last token; None: it did not."""
@@ -327,7 +325,7 @@ class Replay:
     def _usage(self, engine_usage: Fields, generated: int) -> msgspec.Raw:
         """Return the usage that a single engine would have counted."""
         if not self._resumed and engine_usage:
-            return raw_fields(engine_usage)
+            return to_raw(engine_usage)
         return usage_of_one_engine(engine_usage, len(self._prompt), generated)
 
 
@@ -338,9 +336,9 @@ def behind(api: Api, fields: Fields, *, prompt: list[int], token: int, head: Fie
 
 def _set_text(choice: Fields, delta: Fields, text: str) -> None:
     if "text" in choice:
-        choice["text"] = raw(text)
+        choice["text"] = to_raw(text)
     else:
-        choice["delta"] = msgspec.Raw(encode(delta | {"content": raw(text)}))
+        choice["delta"] = to_raw(delta | {"content": to_raw(text)})
 
 
 def _is_neutral(api: Api, name: str, value: msgspec.Raw, fields: Fields) -> bool:

@@ -21,7 +21,7 @@ from pdrelay_proxy.core.raw_json import (
     encode,
     encode_in_pieces,
     maybe,
-    text,
+    to_raw,
 )
 
 _RESPONSES: Final = Api.RESPONSES  # a lookup of an enum's member costs as much as a call
@@ -77,7 +77,7 @@ _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:
     """Name a request by the router's id where engines do not take it from X-Request-Id."""
-    return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
+    return fields | {"request_id": to_raw(f"resp_{request}")} if api is _RESPONSES else fields
 
 
 def prefill_fields(
@@ -98,7 +98,7 @@ def prefill_fields(
         sampling = (maybe(kept.get(SAMPLING, NULL), Fields) or {}) | _SAMPLED_ONCE
         if sampling.get("n", NULL) != NULL:
             sampling["n"] = _ONE
-        kept[SAMPLING] = msgspec.Raw(encode(sampling))
+        kept[SAMPLING] = to_raw(sampling)
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
     kept["kv_transfer_params"] = msgspec.Raw(
         (_ASKING_PUSH if pushes else _ASKING) % transfer.encode()
@@ -169,7 +169,7 @@ def abandon_body(fields: Fields, transfer: TransferId) -> bytes:
     finished request. The request is for one token, which any engine can compute; a connector that
     does not know the parameter ignores it.
     """
-    return _about_blocks(fields, _ONE, msgspec.Raw(_ABANDONING % text(transfer)))
+    return _about_blocks(fields, _ONE, msgspec.Raw(_ABANDONING % to_raw(transfer)))
 
 
 def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -> bytes:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe, to_raw
 from pdrelay_proxy.core.schemas import RawUsageAnswer, Usage, UsageAnswer
 
 _DATA: Final = b"data:"
@@ -140,7 +140,7 @@ def with_cache_usage(answer: bytes, cache_fields: Fields) -> bytes:
     for name in _AROUND:
         inner = maybe(fields.get(name, NULL), Fields)
         if inner and (usage := _changed(inner, cache_fields)):
-            fields[name] = msgspec.Raw(encode(inner | {"usage": usage}))
+            fields[name] = to_raw(inner | {"usage": usage})
             is_other = True
     return encode(fields) if is_other else answer
 
@@ -160,7 +160,7 @@ def _changed(fields: Fields, cache_fields: Fields) -> msgspec.Raw | None:
         read = None if parsed is None else prompt_of(parsed)
         cache_fields = cache_fields | {_INPUT: msgspec.Raw(b"%d" % (read or 0))}
     others = {name: value for name, value in cache_fields.items() if usage.get(name, NULL) != value}
-    return msgspec.Raw(encode(usage | others)) if others else None
+    return to_raw(usage | others) if others else None
 
 
 def usage_alone(answer: bytes) -> bytes:

@@ -23,7 +23,7 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.core.raw_json import TRUE, encode, text
+from pdrelay_proxy.core.raw_json import TRUE, encode, to_raw
 from pdrelay_proxy.core.routing.claimed_call import ClaimedCall
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
@@ -191,16 +191,16 @@ class Explainer:
         if coordinates is not None:
             params = push.decode_params(coordinates, call.api, _REQUEST, _TRANSFER)
         else:
-            params = text(f"those that {prefill.id} answers with")
+            params = to_raw(f"those that {prefill.id} answers with")
             if self.passes_ids(call, chosen.decode):
                 prefill_fields["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     decode_fields = fields | {
-                        "prompt": text(f"the token ids that {prefill.id} answers with")
+                        "prompt": to_raw(f"the token ids that {prefill.id} answers with")
                     }
         if learns_model and model is None:
             decode_fields = decode_fields | {
-                "model": text(f"the one that {prefill.id} answers with")
+                "model": to_raw(f"the one that {prefill.id} answers with")
             }
         return Explanation(
             "prefill first, then decode"

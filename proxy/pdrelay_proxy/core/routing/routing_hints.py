@@ -8,7 +8,7 @@ import msgspec
 from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
 from pdrelay_proxy.core.protocol.client_body import names_no_model
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, text
+from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, to_raw
 from pdrelay_proxy.errors import BadRequest
 
 _NO_PROMPT: Final = msgspec.Raw(b"")
@@ -55,7 +55,7 @@ def with_model(api: Api, fields: Fields, model: str) -> Fields:
     """
     if api is Api.MESSAGES or not names_no_model(fields):
         return fields
-    return fields | {"model": text(model)}
+    return fields | {"model": to_raw(model)}
 
 
 @lru_cache(maxsize=_MODELS_MOST)  # the same few, in nearly all requests

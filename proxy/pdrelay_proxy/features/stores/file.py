@@ -13,7 +13,7 @@ import msgspec
 
 from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import text_of_entry
-from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, text
+from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, to_raw
 from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, locked
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.store import (
@@ -51,7 +51,7 @@ class _FileContent:
         fields: Fields = {}
         for name, entry in self.entries.items():
             other = self._others.get(name)
-            fields[name] = text(entry) if other is None or other[0] != entry else other[1]
+            fields[name] = to_raw(entry) if other is None or other[0] != entry else other[1]
         return msgspec.json.format(encode(fields), indent=1)
 
 

@@ -24,7 +24,6 @@ from pdrelay_proxy.core.protocol.continuation import (
     limits,
     limits_behind,
     prompt_of,
-    raw,
     usage_of_one_engine,
     with_model_of,
 )
@@ -39,6 +38,7 @@ from pdrelay_proxy.core.raw_json import (
     decode_whole_floats,
     encode,
     maybe,
+    to_raw,
 )
 from pdrelay_proxy.core.schemas import TokensAnswer, TokensChoice
 from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer, RoleEvent
@@ -46,9 +46,9 @@ from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer, RoleEven
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 _CHAT: Final = Api.CHAT
 _NAMES: Final = {_COMPLETIONS: "completions", _CHAT: "chat"}  # in an engine's offer
-_CHUNKS: Final = {_COMPLETIONS: raw("text_completion"), _CHAT: raw("chat.completion.chunk")}
-_ASSISTANT: Final = raw("assistant")
-_NO_TEXT: Final = raw("")
+_CHUNKS: Final = {_COMPLETIONS: to_raw("text_completion"), _CHAT: to_raw("chat.completion.chunk")}
+_ASSISTANT: Final = to_raw("assistant")
+_NO_TEXT: Final = to_raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
 # they begin tool calls and the like, which a parser must see from their beginning on
 _MARKS: Final = frozenset("<[{|")

@@ -13,7 +13,7 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.engine_errors import words_of
-from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, maybe, text
+from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, maybe, to_raw
 from pdrelay_proxy.errors import EngineError
 
 _PROMPT: Final = "prompt"
@@ -77,7 +77,7 @@ class _Merged:
     __slots__ = ("_n", "_name", "_usages")
 
     def __init__(self, name: str, n: int) -> None:
-        self._name = text(name)
+        self._name = to_raw(name)
         self._n = n
         self._usages: list[msgspec.Raw] = []
 
@@ -95,7 +95,7 @@ class _Merged:
         total: object = None
         for usage in self._usages:
             total = _sum(total, decode(usage, object))
-        return msgspec.Raw(msgspec.json.encode(total))
+        return to_raw(total)
 
 
 class MergedAnswer(_Merged):
@@ -140,7 +140,7 @@ class MergedAnswer(_Merged):
             first
             | {
                 "id": self._name,
-                "choices": msgspec.Raw(msgspec.json.encode(choices)),
+                "choices": to_raw(choices),
                 "usage": usage,
             }
         )
@@ -206,7 +206,7 @@ class MergedStream(_Merged):
         again = {
             "id": self._name,
             "created": self._created,
-            "choices": msgspec.Raw(msgspec.json.encode(choices)),
+            "choices": to_raw(choices),
         }
         return b"data: %b\n\n" % encode(
             fields | {name: raw for name, raw in again.items() if name in fields}

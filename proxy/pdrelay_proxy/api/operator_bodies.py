@@ -10,7 +10,7 @@ from pdrelay_proxy.core.http.content_codings import coding_of
 from pdrelay_proxy.core.http.json_bounds import check_names
 from pdrelay_proxy.core.raw_json import Fields, decode
 from pdrelay_proxy.errors import BadRequest, BodyTooLarge, UnsupportedCoding, UnsupportedMedia
-from pdrelay_proxy.requests.intake import check_json, check_length
+from pdrelay_proxy.requests.intake import check_json, check_length, too_long
 
 SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
 _RAW: Final = "body"  # of a request to explain: it stays as it came
@@ -23,8 +23,7 @@ async def read_body(request: Request, *, limit: int) -> bytes:
     before the end.
     """
     check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
-    too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-    return await read_bounded(request.stream(), limit, too_long)
+    return await read_bounded(request.stream(), limit, too_long(limit))
 
 
 class JsonRequest(Request):

@@ -325,6 +325,11 @@ def check_json(declared: bytes) -> None:
         )
 
 
+def too_long(most: int) -> BodyTooLarge:
+    """Return the error for a body that turned out to have more than so many bytes."""
+    return BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
+
+
 def check_length(declared: bytes, most: int) -> None:
     """Accept the Content-Length of a body that may have so many bytes; raises BodyTooLarge."""
     if declared.isdigit() and int(declared) > most:

@@ -22,6 +22,7 @@ from pdrelay_proxy.core.protocol.sse import (
     WholeLines,
     error_status,
     first_data,
+    line_too_long,
 )
 from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.protocol.usage import (
@@ -406,10 +407,7 @@ class DecodeLeg(EngineLeg):
             data = beginning.feed(piece)
             if data is None:
                 if beginning.line_size > LINE_MOST:
-                    reason = (
-                        f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
-                    )
-                    self.give_up(AnswerRefused(reason))
+                    self.give_up(line_too_long(self.engine))
                 elif len(beginning.received) > ANSWER_MOST:
                     self.give_up(
                         AnswerRefused(

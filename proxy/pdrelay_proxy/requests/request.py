@@ -19,14 +19,14 @@ from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.served_tokens import served_tokens
-from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
+from pdrelay_proxy.errors import OutOfTime, ProxyError
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.body_reader import LARGE
 from pdrelay_proxy.requests.claims import CallClaims, Claim, ClaimedAnswer, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.engine_choice import EngineChoice
-from pdrelay_proxy.requests.intake import RequestHead, RequestPlan
+from pdrelay_proxy.requests.intake import RequestHead, RequestPlan, too_long
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
 from pdrelay_proxy.requests.response import ResponseWriter
@@ -170,9 +170,7 @@ class Request(PartRequest):
             size = len(self._body) + len(piece)
             most = self._services.settings.current.max_body_bytes
             if size > most:
-                raise BodyTooLarge(
-                    f"the body has more than {most} bytes, the most this router takes"
-                )
+                raise too_long(most)
             if is_all:
                 self._body = piece  # it is charged where it is admitted, in a moment
                 return

@@ -295,3 +295,8 @@ def unreached(
         )
         return NetworkFault(f"{engine} {reason}")
     return EngineError(f"{engine} {why or 'cannot be reached'}", reached=False)
+
+
+def not_accepted(engine: str) -> EngineTimeout:
+    """Return the error for a connection that was not open in time."""
+    return EngineTimeout(f"{engine} did not accept a connection in time", reached=False)

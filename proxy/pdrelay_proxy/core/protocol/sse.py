@@ -70,6 +70,11 @@ def error_status(data: bytes) -> int | None:
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
+def line_too_long(engine: str) -> AnswerRefused:
+    """Return the error for a stream with a line of more than ``LINE_MOST`` bytes."""
+    return AnswerRefused(f"{engine} sent a line of more than {LINE_MOST} bytes in its stream")
+
+
 def first_data(piece: bytes) -> bytes | None:
     """Return the data of a first event that begins with its line; None: see ``Beginning``."""
     end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
@@ -202,9 +207,7 @@ class WholeLines:
         if self._size > LINE_MOST:
             self._rest = []
             self._size = 0
-            raise AnswerRefused(
-                f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream"
-            )
+            raise line_too_long(self._engine)
         self._rest.append(piece)
 
     def finish(self) -> tuple[bytes, bool]:

@@ -6,6 +6,7 @@ from typing import Final, Self
 
 from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
+from pdrelay_proxy.core.protocol.fault_table import not_accepted
 from pdrelay_proxy.errors import EngineTimeout
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.wire.connection_guard import Guard
@@ -84,9 +85,7 @@ class WireEngines:
                 answer = await call.answer
         except TimeoutError as exc:
             if call.source is None:
-                raise EngineTimeout(
-                    f"{instance.id} did not accept a connection in time", reached=False
-                ) from exc
+                raise not_accepted(instance.id) from exc
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias, cast
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.model import Instance
-from pdrelay_proxy.core.protocol.fault_table import is_lack, unreached
+from pdrelay_proxy.core.protocol.fault_table import is_lack, not_accepted, unreached
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from pdrelay_proxy.io.descriptors import engine_connections
 from pdrelay_proxy.io.fair_timeout import FairTimeout
@@ -107,9 +107,7 @@ class Pool:
         except TimeoutError as timeout:
             if lacks:
                 raise unreached(instance.id, lacks[-1].errno) from lacks[-1]
-            raise EngineTimeout(
-                f"{instance.id} did not accept a connection in time", reached=False
-            ) from timeout
+            raise not_accepted(instance.id) from timeout
         except (OSError, UnicodeError) as exc:
             # ssl.SSLError is an OSError; UnicodeError: DNS cannot have such a name
             raise _not_opened(instance, exc, self._tls) from exc

@@ -514,7 +514,7 @@ class ScheduledEngine:
         renewed = control.lease_renewer._leases_by_engine
         assert renewed == {}, f"{self.name} still renews {renewed}"
         assert len(self.decodes._remote_prefills) == len(self.decodes._quarantined) == 0
-        assert self.decodes._prompts == {}
+        assert self.decodes._shared._prompts == {}
         assert (len(control.push_receiver), len(self.reader)) == (0, 0)
         coordinator = control.push_coordinator
         assert coordinator._by_request == coordinator._early == {}

@@ -43,7 +43,7 @@ def request_routes(
         route_class=access.route(),
     )
 
-    @router.get("/{name}", responses=operator_errors(400))
+    @router.get("/{name:path}", responses=operator_errors(400))
     async def show(
         name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
         *,

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -141,6 +142,16 @@ async def test_operators_need_no_key_of_a_client(tmp_path):
         status, _ = await ask(client, response.headers["x-request-id"])
 
     assert (response.status_code, status) == (200, 200)
+
+
+@pytest.mark.parametrize("name", ["jobs/17", "a//b/", "50%?x#y"])
+async def test_a_name_may_have_any_letters_that_a_header_may(name):
+    """A client's id may be a path; the command escapes it."""
+    async with router(sims(), OPEN) as client:
+        await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": name})
+        status, found = await ask(client, quote(name, safe=""))
+
+    assert (status, [request["client_id"] for request in found["requests"]]) == (200, [name])
 
 
 async def test_requests_of_one_name_are_asked_for_together():

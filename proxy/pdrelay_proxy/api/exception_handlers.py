@@ -37,7 +37,8 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for an unknown path or method; the admin routes use FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404 and (location := _without_slash(request)) is not None:
+    is_unknown = error.status_code == 404 and "endpoint" not in request.scope  # else a route's own
+    if is_unknown and (location := _without_slash(request)) is not None:
         return Response(status_code=307, headers={"location": location})
     if is_for_operators(request.url.path):
         return await http_exception_handler(request, error)

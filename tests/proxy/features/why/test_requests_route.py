@@ -150,7 +150,9 @@ async def test_a_name_may_have_any_letters_that_a_header_may(name):
     async with router(sims(), OPEN) as client:
         await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": name})
         status, found = await ask(client, quote(name, safe=""))
+        unknown = await ask(client, "nobody%2F")
 
+    assert unknown[0] == 404
     assert (status, [request["client_id"] for request in found["requests"]]) == (200, [name])
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from pdrelay_connector.core.layout.source_ranks import heads_of
 from pdrelay_connector.errors import SettingsError
@@ -11,6 +11,7 @@ BYTES_OF: Mapping[str, int] = {
     "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4,
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
+MOST: Final = 1 << 16  # layers, KV heads, or values of a head: no model has as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,18 @@ def read_shape(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> Model
         layers = int(model["num_hidden_layers"])
         heads = int(model["num_attention_heads"])
         if (latent := model.get("kv_lora_rank")) is not None:  # MLA: one latent for all heads
-            return ModelShape(
-                layers, 1, int(latent) + int(model.get("qk_rope_head_dim") or 0), dtype
-            )
-        kv_heads = int(model.get("num_key_value_heads") or heads)
-        head_size = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
+            kv_heads = 1
+            content = int(latent) + int(model.get("qk_rope_head_dim") or 0)
+        else:
+            kv_heads = int(model.get("num_key_value_heads") or heads)
+            content = 2 * int(model.get("head_dim") or int(model["hidden_size"]) // heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as exc:
         raise SettingsError(
             f"the model's config.json does not say its shape ({exc!r}); give --block-bytes"
         ) from exc
-    return ModelShape(layers, kv_heads, 2 * head_size, dtype)
+    if not all(0 < size <= MOST for size in (layers, kv_heads, content)):
+        raise SettingsError(
+            f"the model's config.json says {layers} layers of {kv_heads} KV heads of {content} "
+            f"values, and each must be between 1 and {MOST}; give --block-bytes"
+        )
+    return ModelShape(layers, kv_heads, content, dtype)

@@ -28,7 +28,18 @@ def test_one_layers_part_of_a_block(config, options, ranks, size):
     assert read_shape(config, **options).block_bytes(block_size=16, ranks=ranks) == size
 
 
-@pytest.mark.parametrize("config", [{}, {**LLAMA, "torch_dtype": "int3"}, {**LLAMA, "num_attention_heads": 0}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {**LLAMA, "torch_dtype": "int3"},
+        {**LLAMA, "num_attention_heads": 0},
+        {**LLAMA, "num_attention_heads": 0, "head_dim": 8},
+        {**LLAMA, "num_hidden_layers": float("inf")},
+        {**LLAMA, "num_attention_heads": 10**40},
+        {**LATENT, "kv_lora_rank": -576},
+    ],
+)
 def test_a_model_that_does_not_say_is_refused(config):
     with pytest.raises(SettingsError):
         read_shape({**config, "num_key_value_heads": None})

@@ -190,11 +190,12 @@ def _parse(params: Mapping[str, Any], kind: type[_Params], *texts: str) -> _Para
     """Parse params; ``texts`` are the fields that go into messages, logs and digests."""
     try:
         parsed = _convert(params, kind)
-        for name in texts:
-            # half a surrogate pair is valid JSON but not text
-            (getattr(parsed, name) or "").encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+    except msgspec.ValidationError as exc:
         raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
+    for name in texts:
+        # no line break, which would forge a line of a log, and no half of a surrogate pair
+        if not (getattr(parsed, name) or "").isprintable():
+            raise InvalidKvParams(f"kv_transfer_params: {name} must be printable text")
     return parsed
 
 

@@ -177,8 +177,10 @@ class HandshakeServer:
                 "the same on both",
                 cause="secret",
             )
-        if self.closed:
-            return Refusal(self.closed)
+        if self.closed or not message.engine.isprintable():  # a log names it
+            return Refusal(
+                self.closed or "your engine id is not printable text; set another engine_id"
+            )
         if message.expects != self.welcome.engine:
             return Refusal(
                 f"engine {message.expects} does not answer here (any more), another one does",

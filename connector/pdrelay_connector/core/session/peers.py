@@ -12,7 +12,7 @@ from typing import Final
 from pdrelay_connector.core.counters import UNREACHABLE, Counters
 from pdrelay_connector.core.ids import Address, ConnId, EngineId
 from pdrelay_connector.core.layout.shape_checks import difference
-from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome, printable
 from pdrelay_connector.core.ports import (
     ConnectFailed,
     ConnectionLost,
@@ -213,7 +213,7 @@ class PeerTable:
                     welcome
                 ):
                     peer.on(PeerEvent.DIFFERS)
-                    peer.reason = reason
+                    peer.reason = printable(reason)
                     peer.is_incompatible = True
                     peer.is_final = True
                     peer.cause = self._cause_of_difference(welcome)
@@ -246,7 +246,7 @@ class PeerTable:
     def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
         """Refuse a peer for a pause that doubles with every consecutive failure."""
         peer.on(PeerEvent.REFUSED)
-        peer.reason = reason
+        peer.reason = printable(reason)
         peer.welcome = None
         peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
         peer.failures += 1

@@ -174,25 +174,25 @@ def test_whole_floats_are_taken_in_push_as_well():
 
 
 BOTH = {
-    "remote_engine_id": (None, 7, "\ud800"),
-    "remote_host": (None, "", "h" * 256, 1, "\ud800"),
+    "remote_engine_id": (None, 7, "\ud800", "p\nWARNING"),
+    "remote_host": (None, "", "h" * 256, 1, "\ud800", "h\x1b[2J"),
     "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5, 0.0, -1.0, 65536.0, 1e40, float("nan"), float("inf")),
 }
 BROKEN = {
     **BOTH,
-    "remote_request_id": (None, 7, "x" * (MAX_ID + 1), "\udfff"),
+    "remote_request_id": (None, 7, "x" * (MAX_ID + 1), "\udfff", "r\u2028WARNING"),
     "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], [[1.5]], "x"),
     "remote_num_tokens": (None, "30", 1.5, -1, -1.0, 2**70),
     "tp_size": (0, 2**70),
     "pdrelay_prompt": (7, "\ud800"),
-    "transfer_id": (7, "\ud800"),
+    "transfer_id": (7, "\ud800", "t\r"),
     "pdrelay_expires_at": (-1, 1.5, 2**70, 1e40, float("nan"), float("-inf")),
     "pdrelay_signature": (7, "0" * 129),
     "transfer_mode": ("push", None),
 }
 BROKEN_BOOKINGS = {
     **BOTH,
-    "transfer_id": ("", 7, "x" * (MAX_ID + 1), "\udfff", ["t"]),
+    "transfer_id": ("", 7, "x" * (MAX_ID + 1), "\udfff", ["t"], "t\nWARNING"),
     "transfer_mode": ("pull", None, 1),
 }
 
@@ -211,7 +211,10 @@ def parse_booking(given):
     ],
 )
 def test_malformed_params_are_refused_in_one_sentence(parse, given, key, value):
-    """The prompt is computed here then; a number out of range would end the transfer thread instead."""
+    """The prompt is computed here then.
+
+    A number out of range would end the transfer thread instead, and a name with a line break forge a line of the log.
+    """
     with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
         parse({**given, key: value})
 

@@ -171,6 +171,14 @@ def test_another_engine_than_the_expected_one_says_so():
     assert reason_of(answer) == "engine p9 does not answer here (any more), another one does"
 
 
+def test_an_engine_cannot_forge_a_line_of_our_log_by_its_id():
+    """The log names it where it objects to us."""
+    forger = EngineId("d0\nWARNING all is well")
+    answer = host(OLD).answer(guest(OLD, engine=forger).hello(CHALLENGE, CALL), ARRIVAL)
+
+    assert reason_of(answer) == "your engine id is not printable text; set another engine_id"
+
+
 @pytest.mark.parametrize("proof", [b"", b"x" * 32])
 def test_a_host_that_does_not_know_the_secret_is_refused(proof):
     """Before its Welcome, and NIXL's metadata in it, is read."""

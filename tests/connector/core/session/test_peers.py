@@ -127,6 +127,19 @@ def test_another_protocol_is_named_with_both_numbers(book):
     assert peer.reason == f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"
 
 
+@pytest.mark.parametrize(
+    "welcome",
+    [
+        changed(WELCOME, engine=EngineId("p1\nWARNING")),
+        changed(WELCOME, fingerprint=changed(FINGERPRINT, vllm="\nWARNING")),
+    ],
+    ids=["id", "fingerprint"],
+)
+def test_an_engine_cannot_forge_a_line_of_our_log_by_its_greeting(book, welcome):
+    """The log says why nothing is loaded from it."""
+    assert book.met(welcome=welcome).reason.isprintable()
+
+
 def test_an_engine_that_differs_stays_connected_and_is_not_met_again(book):
     """Its leases are given back over that connection; if it is lost, a request may meet it again."""
     peer = book.met(welcome=changed(WELCOME, fingerprint=changed(FINGERPRINT, vllm="0.31.0")))

@@ -28,13 +28,13 @@ class EngineChoice:
 
     __slots__ = (
         "_record",
-        "_request",
         "_settings",
         "expected",
         "fleet",
         "mode",
         "plan",
         "prefill",
+        "request",
         "retries",
         "slot",
     )
@@ -54,7 +54,7 @@ class EngineChoice:
         self._settings = settings
         self.retries = retries
         self._record = record
-        self._request = request
+        self.request = request
         # what the engines were chosen by, until the decode leg is sent
         self.expected: ExpectedTime | None = None
         self.mode: TransferMode | None = None  # for two engines that can do either
@@ -65,10 +65,10 @@ class EngineChoice:
     def hold_slot(self, decode: Instance) -> None:
         """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
         fleet = self.fleet
-        fleet.enter(decode, self._request)
+        fleet.enter(decode, self.request)
         self.slot = decode
         for listener in fleet.listeners:
-            listener.slot_held(decode, self._request)
+            listener.slot_held(decode, self.request)
 
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get the request, or its rest, now."""
@@ -151,4 +151,4 @@ class EngineChoice:
         slot = self.slot
         self.slot = None
         if slot is not None:
-            self.fleet.leave(slot, self._request)
+            self.fleet.leave(slot, self.request)

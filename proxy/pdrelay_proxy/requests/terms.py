@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.model import GenerationRequest, Instance, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol import request_bodies
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.raw_json import Pieces, encode_in_pieces
@@ -119,7 +120,8 @@ class AnswerTerms(Terms):
         call = self.call
         if call is None:
             return choice.plan.body
-        return encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+        fields = request_bodies.named(call.api, call.fields, choice.request)
+        return encode_in_pieces(fields, PROMPTS[call.api], call.shared)
 
 
 class RestTerms(Terms):

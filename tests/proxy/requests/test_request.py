@@ -1,13 +1,14 @@
 """The life of one request, against engines that only exist in memory."""
 
 import asyncio
+import json
 
 import pytest
 
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.core.server_timing import server_timing
 from pdrelay_proxy.errors import EngineError, EngineTimeout
-from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, good_decode, pulled_prefill, router_of
+from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, good_decode, pulled_prefill, router_of
 
 
 class Timed(Scripted):
@@ -44,6 +45,17 @@ async def test_both_connections_of_a_good_request_are_given_back():
     await served(engines)
 
     assert engines.kept == 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"previous_response_id": "resp_before"}, {"max_output_tokens": 1}])
+async def test_no_client_chooses_the_id_under_which_an_engine_keeps_its_response(fields):
+    """Two clients with one id would continue each other's conversation; whether one engine serves them or two."""
+    engines = Timed(b'{"object":"response","status":"completed","usage":{"output_tokens":1}}', content_type=JSON)
+    router = router_of(engines, clock=lambda: engines.now)
+    await router.serve(call(Api.RESPONSES, request_id="resp_of-both", **fields), name="r7")
+
+    assert {json.loads(leg.body)["request_id"] for leg in engines.legs} == {"resp_r7"}
+    assert len(engines.legs) == (1 if fields else 2)
 
 
 async def test_each_leg_is_timed():

@@ -154,9 +154,8 @@ class Explainer:
         rule = f"single: {chosen.reason}"
         if chosen.why_no_match:
             rule = f"{rule} ({chosen.why_no_match})"
-        return Explanation(
-            rule, None, chosen.decode, None, encode(call.fields), chosen.expected, bound
-        )
+        body = encode(request_bodies.named(call.api, call.fields, _REQUEST))
+        return Explanation(rule, None, chosen.decode, None, body, chosen.expected, bound)
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""

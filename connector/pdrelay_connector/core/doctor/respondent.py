@@ -134,9 +134,15 @@ class Respondent:
         if visit.memory is not None or visit.objection:
             raise ProtocolViolation("a second memory of one end")
         try:
-            visit.memory = ScratchPair.from_regions(self._agent.attach(rank), rank, self._own)
+            handle = self._agent.attach(rank)
         except TransferError as exc:  # the other end wants to know, and may measure itself
             visit.objection = str(exc)
+            return
+        try:
+            visit.memory = ScratchPair.from_regions(handle, rank, self._own)
+        except ProtocolViolation:
+            self._agent.detach(handle)
+            raise
 
     def _examined(self, visit: _Visit, content: Content, *, now: float, wall: float) -> None:
         match content:

@@ -215,6 +215,7 @@ def test_a_partner_that_breaks_the_rules_is_turned_away_and_the_next_one_served(
         other.send(met.conn, message)
     pair.turn()
     pair.fabric.deliver()
+    assert pair.there.agent._peers == set(), "its memory is attached no more"
     (refused,) = (event.message for event in other.poll() if isinstance(event, MessageReceived))
 
     assert isinstance(refused, Refusal)

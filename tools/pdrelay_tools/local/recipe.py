@@ -13,10 +13,8 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_tools.local.processes import Command
 
 HOST = "127.0.0.1"
-SECRET_VARIABLES = (
-    "PDRELAY_CONNECTOR_SECRET",
-    "PDRELAY_CONNECTOR_SECRET_FILE",
-)  # what our connector proves itself with
+# what our connector proves itself with
+SECRET_VARIABLES = ("PDRELAY_CONNECTOR_SECRET", "PDRELAY_CONNECTOR_SECRET_FILE")
 CONNECTOR_PLUGIN = "pdrelay"
 KV_EVENTS_PLUGIN = "pdrelay_kv_events"
 TIMELINES_PLUGIN = "pdrelay_timelines"

@@ -147,9 +147,9 @@ class _PortedPods:
         """Take all pods, in steps."""
         await self._pods.receive(
             {
-                f"{uid}/{n}": engine
+                f"{uid}/{number}": engine
                 for uid, engines in objects.items()
-                for n, engine in enumerate(engines)
+                for number, engine in enumerate(engines)
             }
         )
 
@@ -158,8 +158,8 @@ class _PortedPods:
         none: _Engines = [None] * self._ports
         self._pods.changed(
             {
-                f"{uid}/{n}": engine
+                f"{uid}/{number}": engine
                 for uid, engines in objects.items()
-                for n, engine in enumerate(none if engines is None else engines)
+                for number, engine in enumerate(none if engines is None else engines)
             }
         )

@@ -22,9 +22,8 @@ from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten, StoreOb
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.1  # before the second try; doubled with every further one
-_LATE_S: Final = (
-    10.0  # for so long a view with an older version counts as late, not as a restored ConfigMap
-)
+# for so long a view with an older version counts as late, not as a restored ConfigMap
+_LATE_S: Final = 10.0
 
 
 class _Map(msgspec.Struct):

@@ -36,9 +36,8 @@ class _FileContent:
         """Raises NotJson: it is no JSON object."""
         fields = decode(data, Fields) if data.strip() else {}
         self.entries: dict[str, str] = {}
-        self._others: dict[
-            str, tuple[str, msgspec.Raw]
-        ] = {}  # the entry's text, and its JSON in the file
+        # the entry's text, and its JSON in the file
+        self._others: dict[str, tuple[str, msgspec.Raw]] = {}
         for name, raw in fields.items():
             try:
                 self.entries[name] = decode(raw, str)

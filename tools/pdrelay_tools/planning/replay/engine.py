@@ -52,9 +52,8 @@ class VirtualLeg:
     prompt_tokens: int
     output_tokens: int
     answer: Sequence[int] = ()  # blocks that the answer fills
-    source: "tuple[VirtualEngine, VirtualLeg] | None" = (
-        None  # the engine and its leg that computed the prompt, and hold it until it is read
-    )
+    # the engine and its leg that computed the prompt, and hold it until it is read
+    source: "tuple[VirtualEngine, VirtualLeg] | None" = None
     holds_blocks: bool = False  # its blocks stay in use until another engine has read them
     first: Callable[[], None] = lambda: None  # has its first token
     ended: "Callable[[VirtualLeg], None]" = lambda _: None  # it has all its tokens

@@ -203,9 +203,6 @@ class _Replay:
         self._ended_count += 1
         self._known_blocks.update(self._trace.answer_blocks(served.turn))
         self._router.answered(decode, number, leg.cached_tokens)
-        self._go_on(number)
-
-    def _go_on(self, number: int) -> None:
         for waiting in self._next.get(number, ()):
             self._loop.after(self._trace.turns[waiting].at_s, partial(self._arrive, waiting))
 

@@ -110,9 +110,8 @@ class TokenPrompt:
         self.tokens = ids if isinstance(ids, bytes) else packed(ids)
         self.count = len(self.tokens) // ITEM
         self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
-        self.keys_by_size: dict[
-            tuple[int, str | None], list[BlockKey]
-        ] = {}  # by block size and adapter
+        # by block size and adapter
+        self.keys_by_size: dict[tuple[int, str | None], list[BlockKey]] = {}
 
     def common(self, other: "TokenPrompt") -> int:
         """Return the length of the common prefix of both prompts, in token ids."""

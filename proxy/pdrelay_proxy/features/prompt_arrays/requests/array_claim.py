@@ -20,9 +20,8 @@ from pdrelay_proxy.requests.client_response import ClientResponse
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 
-_PART_SIZE: Final = (
-    16 * 1024
-)  # bytes of a part that is served, but for its prompt and the fields that all share
+# bytes of a part that is served, but for its prompt and the fields that all share
+_PART_SIZE: Final = 16 * 1024
 _PREFILL: Final = Role.PREFILL
 
 

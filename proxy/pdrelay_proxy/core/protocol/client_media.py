@@ -45,6 +45,7 @@ _LEVELS_MOST: Final = 16
 _ID: Final = "uuid"
 _FEATURES: Final = "features"  # preprocessed media, with ids
 _DATA: Final = "data:"
+_LEAST: Final = len('{"uuid":0}')  # bytes of a part that names a medium
 _BRACKET: Final = 91
 _BRACE: Final = 123
 # URLs that all parsers read alike: no user, no backslash, no space before the path.
@@ -101,7 +102,8 @@ class _MediaRules:
             self._check_part(value, levels)
         elif first == _BRACKET:
             for item in _items(value):
-                if memoryview(item)[0] in (_BRACE, _BRACKET):
+                view = memoryview(item)
+                if len(view) >= _LEAST and view[0] in (_BRACE, _BRACKET):
                     self.check_parts(item, levels - 1)
 
     def _check_part(self, value: msgspec.Raw, levels: int) -> None:

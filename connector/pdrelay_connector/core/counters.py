@@ -190,7 +190,10 @@ COUNTERS = {
     "leases_peer_lost": "Leases that ended because the decode engine's connection closed.",
     "leases_expired": "Leases that were not renewed in time.",
     "leases_revoked": "Leases that ended unread because a prefill lacked blocks.",
-    "leases_refused": "Prefills not handed over because max_leases or max_held_share was reached.",
+    "leases_refused": (
+        "Prefills not handed over because max_leases or max_held_share was reached, or their id "
+        "cannot name a lease."
+    ),
     "prefills_spoilt": (
         "Prefills not handed over because another connector could not load blocks of theirs."
     ),

@@ -21,9 +21,10 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.lease.transfer_names import (
     TransferNames,
     abandoned_transfer,
+    is_name,
     transfer_of,
 )
-from pdrelay_connector.core.messages import RankSums
+from pdrelay_connector.core.messages import MAX_ID, RankSums
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import InvalidKvParams
@@ -355,7 +356,13 @@ class PrefillRequests:
         return True
 
     def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
-        """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
+        """Pin the blocks of a lease that is about to begin; false if there is a reason not to."""
+        if not is_name(name):
+            text = (
+                "pdrelay: %.64r is not leased: ids must be printable text of at most %d characters"
+            )
+            logger.warning(text, name, MAX_ID)
+            return False
         if name in self._held_blocks:  # a router has given this name to a push
             logger.warning("pdrelay: %s is not leased: there is a lease of this name already", name)
             return False

@@ -750,6 +750,17 @@ def test_blocks_that_nobody_will_come_for_are_freed_at_once(engine):
     assert list(engine.side._prefills._held_blocks._leases) == ["b"]
 
 
+@pytest.mark.parametrize("name", ["x" * (MAX_ID + 1), "a\nb"], ids=["long", "two lines"])
+def test_a_request_whose_id_no_decode_engine_takes_is_not_leased(engine, name):
+    """Its blocks would be held in vain for as long as a lease lasts, and a client chooses a part of the id."""
+    assert lend(engine, name, 5) is None
+    settle(engine)
+
+    assert engine.free() == 19
+    assert counters(engine)["leases_refused"] == 1
+    assert lend(engine, "b", 5)
+
+
 def test_a_prefill_that_was_abandoned_before_its_end_leases_nothing(engine):
     """The router's word may overtake the end of the request."""
     abandon(engine, "xfer-a")

@@ -61,7 +61,7 @@ def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
     Raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
     """
     name = params.get(ABANDONED)
-    if name is not None and not _is_name(name):
+    if name is not None and not is_name(name):
         raise InvalidKvParams(
             f"kv_transfer_params: {ABANDONED} must be printable text of 1 to {MAX_ID} characters"
         )
@@ -71,8 +71,9 @@ def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
 def transfer_of(params: Mapping[str, Any]) -> str | None:
     """Return the name of a prefill's transfer; None: it has none, and cannot be abandoned."""
     name = params.get("transfer_id")
-    return name if _is_name(name) else None
+    return name if is_name(name) else None
 
 
-def _is_name(name: object) -> TypeGuard[str]:
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether decode engines take this as the name of a lease."""
     return isinstance(name, str) and 0 < len(name) <= MAX_ID and name.isprintable()

@@ -160,6 +160,19 @@ def test_a_second_signal_leaves_no_engine_frozen(fleet, tmp_path, number):
     assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_run_that_is_ended_leaves_no_engine_dead(fleet, tmp_path, role):
+    """It has killed one for a check, and would have started it again at the end of that."""
+    done, at = tmp_path / "started", fleet.at
+    program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--only", f"{role}-killed"]
+    urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"]]
+    deeds = [f"--kill-{role}", "kill -TERM $PPID; sleep 1", f"--restart-{role}", f"echo a >> {done}"]
+    ended = subprocess.run([*program, *urls, *deeds], capture_output=True, text=True, timeout=58, check=False)
+
+    assert done.read_text() == "a\n"
+    assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
+
+
 def test_a_run_that_is_ended_does_not_wait_for_work_that_it_gave_an_engine(fleet):
     """Dozens of prompts keep a decode engine busy; one that hangs would answer none of them in time."""
     fleet.d.inject(SimulatedFault(FaultKind.STALL, passes=1))

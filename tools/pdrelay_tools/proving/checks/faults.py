@@ -52,9 +52,20 @@ async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
         await _to_its_end(bench.peers.do(role, Deed.THAW))
 
 
-async def _to_its_end(thaw: Coroutine[object, object, None]) -> None:
-    """Await it also if the run is cancelled meanwhile, and again: else an engine stays frozen."""
-    task = asyncio.ensure_future(thaw)
+@asynccontextmanager
+async def _killed(bench: Bench, role: str) -> AsyncGenerator[None]:
+    """Kill the first engine of a role; a run that is ended in the block starts it again."""
+    try:
+        await _to_its_end(bench.peers.do(role, Deed.KILL))
+        yield
+    except asyncio.CancelledError:
+        await _to_its_end(bench.peers.do(role, Deed.RESTART))
+        raise
+
+
+async def _to_its_end(deed: Coroutine[object, object, None]) -> None:
+    """Await it also if the run is cancelled meanwhile, and again: else an engine stays as it is."""
+    task = asyncio.ensure_future(deed)
     is_cancelled = False
     while not task.done():
         try:
@@ -107,10 +118,10 @@ async def decode_killed(bench: Bench) -> CheckResult:
     async with work.waiting() as note:
         answering = [asyncio.create_task(offer.ask(decode)) for offer in offers]
         await asyncio.sleep(_SENT_S)
-        await bench.peers.do("decode", Deed.KILL)
-        killed = now()
-        findings = await _judge(bench, offers, await asyncio.gather(*answering))
-    held_s = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
+        async with _killed(bench, "decode"):
+            killed = now()
+            findings = await _judge(bench, offers, await asyncio.gather(*answering))
+            held_s = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
     if held_s > bench.limits.idle_s:
         prefill = bench.pairs.prefill[0].name
         name = (
@@ -146,10 +157,9 @@ async def prefill_killed(bench: Bench) -> CheckResult:
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode[0]
     offers = await _computed_prompts(bench, 4)
-    await bench.peers.do("prefill", Deed.KILL)
-    findings = await _judge(
-        bench, offers, await asyncio.gather(*(offer.ask(decode) for offer in offers))
-    )
+    async with _killed(bench, "prefill"):
+        replies = await asyncio.gather(*(offer.ask(decode) for offer in offers))
+        findings = await _judge(bench, offers, replies)
     await _restart(bench, "prefill", prefill)
     return CheckResult(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
 
@@ -200,7 +210,7 @@ class _Work:
 
 async def _restart(bench: Bench, role: str, server: HttpServer) -> None:
     """Start an engine again and wait until it serves; raises CheckAborted."""
-    await bench.peers.do(role, Deed.RESTART)
+    await _to_its_end(bench.peers.do(role, Deed.RESTART))
     end = now() + _RESTART_S
     while (reply := await server.get("/health", timeout_s=5.0)).failure():
         if now() > end:

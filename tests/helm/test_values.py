@@ -545,6 +545,16 @@ def test_nobody_is_killed_before_everything_took_as_long_as_it_may(
     assert f"--seconds={settle + requests + math.ceil(lease)}" in hook
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_that_hangs_is_not_drained(case):
+    """Its hook would wait for an answer as long as for the longest stream: ten minutes, and an accelerator."""
+    for role, template in engine_pods(default(case)):
+        c, whole = container(template), template["spec"]["terminationGracePeriodSeconds"]
+        short = [c[probe]["terminationGracePeriodSeconds"] for probe in ("startupProbe", "livenessProbe") if probe in c]
+        assert all(0 < one <= whole / 10 for one in short), role
+        assert "terminationGracePeriodSeconds" not in c.get("readinessProbe", {})  # the API refuses it there
+
+
 def test_prefill_and_decode_share_no_setting():
     """All that one may choose for the one, it may choose otherwise for the other."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -462,11 +462,14 @@ spec:
         {{- . | nindent 8 }}
       {{- end }}
       {{- if not .worker }}
+      {{- /* Of an engine that does not answer its probes: nothing can be drained, and its hook would wait as long as for a stream. */}}
+      {{- $hung := add $p.drain.settleSeconds $p.drain.shutdownSeconds $p.drain.marginSeconds | max 1 }}
       startupProbe:
         {{- include "pdrelay.pool.probe" (merge (dict "patient" true) .) | nindent 8 }}
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ divf $p.probes.startupSeconds $p.probes.periodSeconds | ceil | int }}
+        terminationGracePeriodSeconds: {{ $hung }}
       readinessProbe:
         {{- include "pdrelay.pool.probe" (merge (dict "patient" false) .) | nindent 8 }}
         periodSeconds: {{ int $p.probes.periodSeconds }}
@@ -477,6 +480,7 @@ spec:
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ int $p.probes.livenessFailures }}
+        terminationGracePeriodSeconds: {{ $hung }}
       {{- end }}
       lifecycle:
         preStop:

@@ -57,6 +57,10 @@ BAD = [
     ("router.allowedInstances", "10.0.0.0/8"),
     ("router.allowedInstances", ["10.0.0.0/8, 11.0.0.0/8"]),
     ("router.discovery.prefill", ["10.0.0.1"]),
+    ("router.discovery.decode", ["fd00::1:8200"]),  # [fd00::1]:8200 is an address and a port
+    ("engine.resources.requests.memory", "32GB"),
+    ("router.resources.limits.cpu", "half"),
+    ("networkPolicy.adminFrom", [{}]),  # the API wants a peer to be something
     ("router.discovery.inferencePool", "ns/pool"),
     ("router.store.type", "etcd"),
     ("router.store.redisUrl", "redis://:hunter2@redis:6379"),  # a secret
@@ -189,6 +193,9 @@ SCRAPED = {"monitoring": {"podMonitor": {"enabled": True}}}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
+    ({"router": {"store": {"type": "redis", "redisUrl": "redis://r?password=x"}}}, "write PDRELAY_REDIS_PASSWORD"),
+    ({"router": {"serviceAccount": {"create": False}}}, "router.serviceAccount.name is empty"),
+    ({"engineServiceAccount": {"create": False}}, "engineServiceAccount.name is empty"),
     (
         {"router": {"adminKey": {"secretName": "s", "key": "k"}, "apiKeys": {"secretName": "s", "key": "k"}}},
         "operators",

@@ -9,6 +9,14 @@
 {{- if and (eq $v.router.store.type "memory") (or (gt (int $v.router.replicas) 1) (ne $v.router.autoscaling.type "none")) -}}
 {{- fail "router.store.type is memory, which is one router's own: write kubernetes or redis, or router.replicas: 1 without autoscaling" -}}
 {{- end -}}
+{{- range $where, $account := dict "router.serviceAccount" $v.router.serviceAccount "engineServiceAccount" $v.engineServiceAccount -}}
+{{- if not (or $account.create $account.name) -}}
+{{- fail (printf "%s.create is false and %s.name is empty: pods are made with an account that exists, so name it, such as default" $where $where) -}}
+{{- end -}}
+{{- end -}}
+{{- if regexMatch "[?&](username|password)=" $v.router.store.redisUrl -}}
+{{- fail "router.store.redisUrl has a password, which everybody can read who reads the release: write PDRELAY_REDIS_PASSWORD with a secretKeyRef into router.extraEnv" -}}
+{{- end -}}
 {{- if and (eq $v.router.store.type "redis") (not $v.router.store.redisUrl) -}}
 {{- fail "router.store.type is redis, but router.store.redisUrl is empty: write redis://HOST:PORT" -}}
 {{- end -}}

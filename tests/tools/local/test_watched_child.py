@@ -4,9 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
+from pdrelay_tools.local import guard
 from pdrelay_tools.local.errors import LocalError
 from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 
@@ -101,3 +103,21 @@ def test_a_child_ends_with_the_wait_for_it(tmp_path):
     if (tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text()):
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+def test_what_a_child_has_started_ends_with_it(tmp_path):
+    """pip asks programs for passwords (keyring), which wait for somebody to type."""
+    number = tmp_path / "number"
+    code = f"""
+import os, subprocess
+waiting = subprocess.Popen(['sleep', '60'])
+open({str(number)!r}, 'w').write(str(os.getpgid(waiting.pid)))
+waiting.wait()
+"""
+    with pytest.raises(LocalError):
+        run(tmp_path, code, ChildLimits(silence_s=2, most_s=60, most_bytes=1000))
+
+    deadline = time.monotonic() + 20
+    while guard.runs(int(number.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

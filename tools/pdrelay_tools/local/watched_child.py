@@ -1,6 +1,7 @@
 """Runs a child that writes files into a folder: reports its progress, and kills it at a limit."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdrelay_proxy.core.one_line import one_line
+from pdrelay_tools.local import guard
 from pdrelay_tools.local.errors import LocalError
 from pdrelay_tools.local.processes import open_file
 
@@ -77,7 +79,7 @@ def run_watched(
                 )
     finally:
         if process.poll() is None:
-            process.kill()
+            guard.send(process.pid, signal.SIGKILL)  # and all that it has started
             process.wait()
     if process.returncode != 0:
         raise LocalError(_words(log, last_words) or f"it ended with exit code {process.returncode}")

@@ -312,7 +312,7 @@ class PushReceiver:
         return earliest(
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,
-            *(push.granted_by for push in self._pushes.values()),
+            *(push.granted_by for push in self._queued()),
             *(answer_by for _, answer_by in self._awaited_peers() if answer_by > now),
         )
 
@@ -321,12 +321,18 @@ class PushReceiver:
 
         A P that hangs never says that it has stopped.
         """
-        is_kept = any(push.state in _FAILED for push in self._pushes.values())
-        queued = [push for push in self._pushes.values() if push.state is ReceiveState.QUEUED]
+        queued = self._queued()
+        is_kept = bool(queued) and any(push.state in _FAILED for push in self._pushes.values())
         for push in queued:
             latest = now + self._contention_timeout
             push.granted_by = min(push.granted_by, latest) if is_kept else inf
         return [push for push in queued if now >= push.granted_by]
+
+    def _queued(self) -> list[_ExpectedPush]:
+        """Return the pushes that wait for slots; they are looked for only if there are some."""
+        if not self._is_contended:
+            return []
+        return [push for push in self._pushes.values() if push.state is ReceiveState.QUEUED]
 
     @property
     def _is_contended(self) -> bool:

@@ -5,7 +5,10 @@ from html import escape
 
 WIDTH, HEIGHT = 960, 360
 APART = 130  # names of the series
-LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
+LEFT = 60
+RIGHT = 10
+TOP = 70
+BOTTOM = 40
 MARK = "#222"
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
 
@@ -25,7 +28,8 @@ def linear(values):
 
 def logarithmic(values):
     """Return the same of milliseconds, by powers of ten."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 0.05)
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)) + 0.05)
     lines = [(10.0**n, f"{10.0**n:g} ms") for n in range(low, high + 1)]
     return lines, lambda value: (math.log10(value) - low) / (high - low)
 
@@ -59,7 +63,8 @@ def draw(series, groups, title, axis, form, *, marks=(), label=""):
                 f"{dashes}/>"
             )
     for number, (name, each) in enumerate(series.items()):
-        x, colour = LEFT + number * APART, COLOURS[number % len(COLOURS)]
+        x = LEFT + number * APART
+        colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
         parts.append(_text(x + 17, 47, name, anchor="start"))
         for group, value in enumerate(each):

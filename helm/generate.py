@@ -93,7 +93,9 @@ def _between(text: str, marks: tuple[str, str], lines: list[str]) -> str:
 
 def _rows(text: str) -> Iterator[tuple[str, object, str]]:
     """Yield what has a comment, in order: key, default, comment."""
-    values, path, comment = yaml.safe_load(text), list[str](), ""
+    values = yaml.safe_load(text)
+    path = list[str]()
+    comment = ""
     for line in text.splitlines():
         if found := re.match(r" *# -- (.*)", line):
             comment = found[1]

@@ -30,7 +30,9 @@ FIRST, LATER, ANSWER = 420, 180, 160  # words: a token each
 # words that are used, and their bytes with the space: 180 of them have fewer than 1,500
 WORDS, LONGEST = 400, 7
 COMPUTED_GOAL, FIRST_TOKEN_GOAL = 1.1, 0.6
-START_S, ANSWER_S, REST_S = 900, 300, 30
+START_S = 900
+ANSWER_S = 300
+REST_S = 30
 SOURCE = re.compile(
     r'(?m)^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)'
 )

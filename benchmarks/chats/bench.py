@@ -38,7 +38,9 @@ from pdrelay_tools.local.processes import open_fleet
 from support.cluster import ROOT, engine_spec, start_engine
 
 LOGS = ROOT / ".pdrelay/logs/bench"
-NORMAL, RESTART, EVICTIONS = "normal", "restart", "evictions"
+NORMAL = "normal"
+RESTART = "restart"
+EVICTIONS = "evictions"
 ENGINE_S, PHASE_S = 300, 300  # the most that starting engines, and a phase, may take
 AT_ONCE = 4  # requests
 # times as many chats go on at a time as fit into an engine's cache, but all that there are if all
@@ -106,7 +108,8 @@ def measured(args):
     """Return what each phase has shown."""
     model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
-    words, seen = Words(model), {}
+    words = Words(model)
+    seen = {}
     chats = {
         phase: words.chats(max(4, round(args.chats * SHARE[phase])), args.turns, seed=phase)
         for phase in args.phases
@@ -196,7 +199,8 @@ async def _held(phase, engines, words, chats, sides):
     batch = Batch(words, chats, sides, oracle, **limits, think_s=THINK_S, by_ids=by_ids)
     async with oracle.following(timeout_s=30), asyncio.timeout(PHASE_S):
         await asyncio.sleep(1.0)  # the routers follow the events, too
-        start, restarted = time.monotonic(), 0
+        start = time.monotonic()
+        restarted = 0
         async with asyncio.TaskGroup() as group:
             group.create_task(batch.hold())
             if phase == RESTART:

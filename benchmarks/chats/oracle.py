@@ -56,7 +56,9 @@ class EngineBlocks:
         """Return how many tokens of a prompt need not be computed; vLLM always computes the last
         one.
         """
-        parent, tokens, size = None, 0, self._size
+        parent = None
+        tokens = 0
+        size = self._size
         while size and tokens + size < len(ids):
             key = parent, tuple(ids[tokens : tokens + size]), salt if parent is None else None
             parent = self._hashes.get(key)

@@ -83,7 +83,8 @@ class Words:
 
     def chats(self, count, turns, *, seed):
         """Return chats that nobody has answered yet."""
-        dice, words = random.Random(seed), list(self.texts.values())
+        dice = random.Random(seed)
+        words = list(self.texts.values())
         lengths = [FIRST] + [LATER] * (turns - 1)
         return [
             Chat(n, ["".join(dice.choices(words, k=length)) for length in lengths])
@@ -210,12 +211,15 @@ class Batch:
                 return  # the prompts that follow would be others
 
     async def _ask(self, client, side, chat, turn):
-        salt, seen = f"{self._run}-{side}-{chat.number}", Turn(side, chat.number, turn)
+        salt = f"{self._run}-{side}-{chat.number}"
+        seen = Turn(side, chat.number, turn)
         options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": salt}
         if side in self._by_ids:
-            path, prompt = "/v1/completions", {"prompt": chat.prompts[turn]}
+            path = "/v1/completions"
+            prompt = {"prompt": chat.prompts[turn]}
         else:
-            path, prompt = "/v1/chat/completions", {"messages": chat.messages(turn)}
+            path = "/v1/chat/completions"
+            prompt = {"messages": chat.messages(turn)}
         body = self._words.body(**prompt, **options)
         seen.most = max(self._oracle.cached(chat.prompts[turn], salt).values())
         try:
@@ -234,7 +238,10 @@ class Batch:
 
 async def _stream(client, url, body, seen):
     """Ask, note what happens when, and return the text."""
-    start, lines, text, times = time.perf_counter(), [], "", []
+    start = time.perf_counter()
+    lines = []
+    text = ""
+    times = []
     async with client.stream("POST", url, json=body) as answer:
         if answer.status_code != 200:
             seen.failure = (

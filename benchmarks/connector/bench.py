@@ -28,7 +28,10 @@ from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH, run
 from support.netns import lab_available, open_lab
 
 LIMITS = (100, 1000)  # Mbit/s
-DECODE_LEG, WHOLE, LINK, WAITING = "decode_leg", "whole", "link", "waiting"
+DECODE_LEG = "decode_leg"
+WHOLE = "whole"
+LINK = "link"
+WAITING = "waiting"
 SECTIONS = {"A": DECODE_LEG, "B": WHOLE, "C": LINK, "D": WAITING}
 # requests per length and connector, all rounds together
 FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 4}
@@ -44,7 +47,8 @@ def main():
     if LINK in chosen and (why := lab_available()):
         print(f"Without section C: {why}.", file=sys.stderr)
         chosen.remove(LINK)
-    start, seen = time.monotonic(), {section: {} for section in chosen}
+    start = time.monotonic()
+    seen = {section: {} for section in chosen}
     with Client() as client:
         prompt = prompts()
         for round_ in range(counts["rounds"]):

@@ -90,7 +90,8 @@ def start(fleet, model, name, checkout, mode):
 
 def idle(pair, seconds=3.0):
     """Return the share of a core that each engine of a pair uses while nothing is asked."""
-    before, start = [cpu_seconds(child.pid) for child in pair.children], time.monotonic()
+    before = [cpu_seconds(child.pid) for child in pair.children]
+    start = time.monotonic()
     time.sleep(seconds)
     took = time.monotonic() - start
     return [

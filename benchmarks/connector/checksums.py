@@ -28,10 +28,17 @@ from pdrelay_connector.core.layout.cache_groups import CacheGroup  # noqa: E402
 from pdrelay_connector.core.verify.comparison import sums_of  # noqa: E402
 from pdrelay_connector.core.verify.sampling import Sampling  # noqa: E402
 
-LAYERS, HEADS, DIMENSIONS, TOKENS, BLOCKS, RUNS = 32, 8, 128, 16, 256, 5
+LAYERS = 32
+HEADS = 8
+DIMENSIONS = 128
+TOKENS = 16
+BLOCKS = 256
+RUNS = 5
 PROMPT = 128  # blocks
 # prefills a second of one engine; the settings of docs/connector-leases.md
-RATE, SHARE, SAMPLED = 20, 0.01, 8
+RATE = 20
+SHARE = 0.01
+SAMPLED = 8
 
 
 def reader():
@@ -65,7 +72,8 @@ def cpu_seconds(call, times):
 
 def main():
     cache, block_bytes = reader()
-    sampling, name = Sampling(1.0, SAMPLED), RequestId("cmpl-0")
+    sampling = Sampling(1.0, SAMPLED)
+    name = RequestId("cmpl-0")
     prompt = [list(map(BlockId, range(1, PROMPT + 1)))]
 
     def sums():

@@ -42,7 +42,8 @@ class Client:
 
     def pull(self, pair, prompt):
         """Send D's leg when P has answered."""
-        name, start = _name(), time.monotonic()
+        name = _name()
+        start = time.monotonic()
         params = self.prefill(pair.p, prompt, name)
         prefilled = time.monotonic()
         return Legs(name, start, prefilled, prefilled, self._decode(pair.d, prompt, name, params))
@@ -51,7 +52,8 @@ class Client:
         """Send both legs at once; or P's only after ``meanwhile()``, which runs when D's is on its
         way.
         """
-        name, known = _name(), self._known[pair.p.base_url]
+        name = _name()
+        known = self._known[pair.p.base_url]
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -111,13 +113,15 @@ class Client:
             "stream": True,
         }
         body |= {"kv_transfer_params": params, "temperature": 0}
-        url, headers = f"{d.base_url}/v1/completions", {"X-Request-Id": name}
+        url = f"{d.base_url}/v1/completions"
+        headers = {"X-Request-Id": name}
         with self._http.stream("POST", url, json=body, headers=headers) as reply:
             reply.raise_for_status()
             first, now = b"", 0.0
             for piece in reply.iter_bytes():
                 if b"\n" not in first:
-                    first, now = first + piece, time.monotonic()
+                    first = first + piece
+                    now = time.monotonic()
         if b'"text":' not in first.partition(b"\n")[0]:
             raise RuntimeError(f"D answers {name} with {first.decode()}")
         return now

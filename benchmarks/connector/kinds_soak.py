@@ -58,7 +58,10 @@ class Request:
     """What a client wants, and what it has got."""
 
     def __init__(self, name, prompt, most, mode):
-        self.name, self.prompt, self.most, self.mode = name, prompt, most, mode
+        self.name = name
+        self.prompt = prompt
+        self.most = most
+        self.mode = mode
         self.tries = 0
         self.said = []
         self.is_prefilled = False

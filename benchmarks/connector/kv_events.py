@@ -31,7 +31,9 @@ from pdrelay_tools.local.recipe import engine  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_by_thread  # noqa: E402
 
-SIZE, PROMPTS, ROUNDS = 16, 200, 5
+SIZE = 16
+PROMPTS = 200
+ROUNDS = 5
 CHUNKS = {"a prompt (128 blocks in one event)": 128, "answers (one block in one event)": 1}
 WARM_UP = 20
 LOGS = ROOT / ".pdrelay/logs/kv-events"
@@ -69,7 +71,8 @@ def blocks_of_kinds():
         for readers in (0, 1, 4):
             yield f"µs of CPU for a block, {kind}, {readers} readers", cost(chunk, readers)
     hub = filled(KVEventHub(), batches(128))
-    blocks, began = len(hub.blocks_of(0)), time.process_time()
+    blocks = len(hub.blocks_of(0))
+    began = time.process_time()
     drain(hub.join(lambda: None))
     yield (
         "µs of CPU for a block of the state, for a new reader",
@@ -78,7 +81,8 @@ def blocks_of_kinds():
 
 
 def cost(chunk, readers):
-    hub, payloads = KVEventHub(), batches(chunk)
+    hub = KVEventHub()
+    payloads = batches(chunk)
     hub.add_rank(0)
     queues = [hub.join(lambda: None) for _ in range(readers)]
     began = time.process_time()
@@ -111,7 +115,8 @@ def drain(queue):
 
 def batches(chunk):
     """Return what an engine publishes for prompts of 128 blocks: each step of it is an event."""
-    dice, payloads = random.Random(1), []
+    dice = random.Random(1)
+    payloads = []
     for _ in range(PROMPTS):
         parent = None
         for _ in range(128 // chunk):
@@ -143,7 +148,8 @@ def engines(options):
         fleet.wait_ready(list(children.values()), timeout_s=300)
         reader = threading.Thread(target=read, args=(both["with"].base_url,), daemon=True)
         reader.start()
-        dice, times = random.Random(4), {name: [] for name in both}
+        dice = random.Random(4)
+        times = {name: [] for name in both}
         for number in range(options.requests + WARM_UP):
             if number == WARM_UP:
                 began = {name: cpu(child) for name, child in children.items()}

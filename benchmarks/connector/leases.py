@@ -39,8 +39,13 @@ from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator 
 from pdrelay_connector.core.staging.slots import Slots  # noqa: E402
 from support.engines import FINGERPRINT, lent, rank_info  # noqa: E402 (found only now)
 
-SIZES, RUNS, MESSAGES, ABORTS = (1000, 5000, 20000), 3, 100, 8000
-D, ELSE, P = ConnId(1), ConnId(2), EngineId("p0")
+SIZES = (1000, 5000, 20000)
+RUNS = 3
+MESSAGES = 100
+ABORTS = 8000
+D = ConnId(1)
+ELSE = ConnId(2)
+P = EngineId("p0")
 
 
 class Nowhere:
@@ -105,7 +110,8 @@ def a_lost_connection_with_100_leases(many):
 
 
 def a_done_where_parts_are_staged(many):
-    link, counters = Nowhere(), Counters()
+    link = Nowhere()
+    counters = Counters()
     lease_manager = lender_of(many)
     staging_coordinator = StagingCoordinator(
         link,

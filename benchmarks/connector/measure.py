@@ -42,10 +42,8 @@ def whole(pair, prompt, requests, seen):
     with pair.no_recompute(requests * sum(length - 1 for length in LENGTHS)):
         for _ in range(requests):
             for length in LENGTHS:
-                legs, found = (
-                    pair.send(prompt(length)),
-                    defaultdict(list, seen.get(str(length), {})),
-                )
+                legs = pair.send(prompt(length))
+                found = defaultdict(list, seen.get(str(length), {}))
                 found["first_token"].append(legs.first_token - legs.start)
                 found["prefill"].append(legs.prefilled - legs.start)
                 found["exposed"].append(pair.exposed(legs.name))
@@ -63,6 +61,7 @@ def waiting(pair, client, prompt, seen):
 
 def cores(leaders):
     """Return the cores that process groups use for a while."""
-    before, start = sum(map(cpu_seconds, leaders)), time.monotonic()
+    before = sum(map(cpu_seconds, leaders))
+    start = time.monotonic()
     time.sleep(WATCH)
     return (sum(map(cpu_seconds, leaders)) - before) / (time.monotonic() - start)

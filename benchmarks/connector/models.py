@@ -9,7 +9,12 @@ from pdrelay_tools.local.model import TinyModel, ensure_model
 from support.cluster import ROOT
 
 POSITIONS = 4608  # the longest prompt and some tokens more
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, FEED_FORWARD = 512, 4, 8, 4, 64, 6144
+HIDDEN = 512
+LAYERS = 4
+HEADS = 8
+KV_HEADS = 4
+HEAD_SIZE = 64
+FEED_FORWARD = 6144
 KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * 4  # per token, float32
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -26,7 +31,8 @@ def wide_model():
 
     It has no weights: start engines with ``--load-format dummy``.
     """
-    tiny, directory = tiny_model(), ROOT / ".pdrelay/models/wide"
+    tiny = tiny_model()
+    directory = ROOT / ".pdrelay/models/wide"
     directory.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER:
         shutil.copy(tiny / name, directory / name)

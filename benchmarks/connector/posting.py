@@ -31,7 +31,8 @@ def hold(size):
     """Own the memory that is read."""
     from pdrelay_connector.io.nixl import register
 
-    memory, agent = np.ones(size, dtype=np.uint8), new_agent()
+    memory = np.ones(size, dtype=np.uint8)
+    agent = new_agent()
     metadata = register(agent, "DRAM", 0, [(memory.ctypes.data, size)])
     print(json.dumps({"metadata": metadata.hex(), "address": memory.ctypes.data}), flush=True)
     sys.stdin.read()
@@ -53,7 +54,8 @@ class Reader:
         theirs = json.loads(
             next(line for line in self.holder.stdout if line.startswith('{"metadata"'))
         )
-        self.there, self.here = theirs["address"], self.memory.ctypes.data
+        self.there = theirs["address"]
+        self.here = self.memory.ctypes.data
         self.name = self.agent.add_remote_agent(bytes.fromhex(theirs["metadata"])).decode()
         self.prepared = {}
         self.seconds_to_prepare = {}
@@ -78,7 +80,9 @@ class Reader:
 
     def _rows(self, base, order):
         rows = np.empty((len(order), 3), dtype=np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = base + order * self.size, self.size, 0
+        rows[:, 0] = base + order * self.size
+        rows[:, 1] = self.size
+        rows[:, 2] = 0
         return rows
 
     def post(self, way, there, here):
@@ -118,7 +122,8 @@ def main(argv=None):
     if args.hold:
         hold(args.hold)
         return
-    reader, draw = Reader(args.descriptors, args.bytes), np.random.default_rng(17)
+    reader = Reader(args.descriptors, args.bytes)
+    draw = np.random.default_rng(17)
     times = {way: [] for way in WAYS}
     try:
         for way in WAYS[1:]:

@@ -56,7 +56,8 @@ def hold(delay):
     """Own the memory that is read, and say what share of a core that costs when asked."""
     from pdrelay_connector.io.nixl import register
 
-    memory, agent = np.ones(MIB << 20, dtype=np.uint8), new_agent(delay)
+    memory = np.ones(MIB << 20, dtype=np.uint8)
+    agent = new_agent(delay)
     metadata = register(agent, "DRAM", 0, [(memory.ctypes.data, memory.nbytes)])
     print(json.dumps({"said": (metadata.hex(), memory.ctypes.data)}), flush=True)
     is_over = threading.Event()
@@ -64,7 +65,8 @@ def hold(delay):
     if progress is not None:
         progress.start()
     for line in sys.stdin:
-        began, used = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        used = time.process_time()
         time.sleep(float(line))
         print(
             json.dumps({"said": (time.process_time() - used) / (time.monotonic() - began)}),
@@ -109,7 +111,8 @@ class Reader:
         """Return the share of a core of the holder that nobody reads, and of this process."""
         self.holder.stdin.write(f"{seconds}\n")
         self.holder.stdin.flush()
-        began, used = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        used = time.process_time()
         theirs = self.heard()
         return theirs, (time.process_time() - used) / (time.monotonic() - began)
 
@@ -143,7 +146,8 @@ class Reader:
 def measure(way, transport, rounds, idle):
     """Print a row; run in a process of its own, for UCX reads its environment once."""
     reader = Reader(WAYS[way], TRANSPORTS[transport])
-    took, copied = {name: [] for name in SIZES}, []
+    took = {name: [] for name in SIZES}
+    copied = []
     try:
         for number in range(rounds + 1):
             for name, size in SIZES.items():

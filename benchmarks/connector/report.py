@@ -45,7 +45,8 @@ request (`benchmarks/connector/stamped.py`).""")
 
 
 def _decode_leg(seen):
-    found, (ours, theirs) = seen["decode_leg"], (PULL.name, NIXL_PULL.name)
+    found = seen["decode_leg"]
+    (ours, theirs) = (PULL.name, NIXL_PULL.name)
     if not {ours, theirs} <= found.keys():
         return ""
     rows = []

@@ -92,7 +92,8 @@ def main(argv=None):
         return
     argv = [sys.executable, "-m", "benchmarks.connector.transfer_soak", "--hold"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        mover, began = Mover(holder), time.monotonic()
+        mover = Mover(holder)
+        began = time.monotonic()
         print(
             "| transfers | s | mover: MB | descriptors | threads | holder: MB | descriptors | "
             "threads |"

@@ -27,7 +27,9 @@ def say(what, *values):
 
 
 async def follow(url):
-    registry, spent_s, versions = Registry(), [], []
+    registry = Registry()
+    spent_s = []
+    versions = []
     pods = EngineObjects(Reconciler(registry, [EngineSource.PODS], time.monotonic))
 
     def read(meta, raw):

@@ -45,7 +45,8 @@ def pod(number, *, role="prefill", revision="3f1c9a0b77de", phase="ready", versi
         ],
         **({"deletionTimestamp": "2026-01-01T01:00:00Z"} if phase == "leaving" else {}),
     }
-    spec, status = _spec(role), _status(number, phase)
+    spec = _spec(role)
+    status = _status(number, phase)
     managers = [
         ("kube-controller-manager", {"metadata": {"labels": labels}, "spec": spec}),
         ("kubelet", {"status": status}),

@@ -109,7 +109,10 @@ def _wait_for_probes(router, count):
 
 
 def _looks(router, requests_s, lasts_s):
-    ends, served, failed, lock = time.monotonic() + lasts_s, [0], [0], threading.Lock()
+    ends = time.monotonic() + lasts_s
+    served = [0]
+    failed = [0]
+    lock = threading.Lock()
 
     def ask(client, turn):
         body = b"".join(
@@ -124,7 +127,8 @@ def _looks(router, requests_s, lasts_s):
     def send(number):
         client = http.client.HTTPConnection("127.0.0.1", router.port_of["main"], timeout=30)
         for turn in range(number * 1_000_000, (number + 1) * 1_000_000):
-            began, is_good = time.monotonic(), False
+            began = time.monotonic()
+            is_good = False
             with contextlib.suppress(OSError, http.client.HTTPException):
                 is_good = ask(client, turn)
             if not is_good:

@@ -5,7 +5,11 @@ the rest from them.
 from benchmarks import page
 
 # the router's own rhythms
-RELIST_S, PROBE_S, WHOLE_PROBES_S, INFLOW_S, REREAD_S = 300, 5, 50, 15, 2
+RELIST_S = 300
+PROBE_S = 5
+WHOLE_PROBES_S = 50
+INFLOW_S = 15
+REREAD_S = 2
 ROLLOUT_S = 1800
 CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
@@ -48,7 +52,9 @@ def head(found):
 
 def choosing(found):
     sizes = list(found["members"])
-    most, rate, tables = sizes[-1], found["fleet"]["rate"], found["request"]["tables"]
+    most = sizes[-1]
+    rate = found["fleet"]["rate"]
+    tables = found["request"]["tables"]
     parts = ["## A. Choosing two engines"]
     what = """
     For one request: listing those that may serve, dropping those that do not fit, and the policy; in brackets the
@@ -156,7 +162,9 @@ def slices(change):
 
 
 def sending(found):
-    routers, count, size = found["fleet"]["routers"], found["fleet"]["engines"], found["bytes"]
+    routers = found["fleet"]["routers"]
+    count = found["fleet"]["engines"]
+    size = found["bytes"]
     update = routers * count * size["life"]
     stored = count * size["entry"]
     rows = [

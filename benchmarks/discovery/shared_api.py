@@ -33,7 +33,9 @@ class _Api:
     def __init__(self, pods):
         self._pages = pages_of(pods)
         self._watching, self._open = set(), set()
-        self._server, self.port, self.sent = None, 0, 0
+        self._server = None
+        self.port = 0
+        self.sent = 0
 
     async def start(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -84,7 +86,8 @@ class _Follower:
 
     def __init__(self, child):
         self._child = child
-        self.views, self.seen = [], {}
+        self.views = []
+        self.seen = {}
 
     @classmethod
     async def start(cls, url):
@@ -159,7 +162,8 @@ async def _seen_by(followers, listening, api, pods):
     late = [(one.views[1][1] - back) * 1000 for one in followers]
     assert all(known == pods for one in followers for known, _ in one.views)
 
-    pushed, versions = {}, itertools.count(10**6)
+    pushed = {}
+    versions = itertools.count(10**6)
     for number in range(_EVENTS):
         ready = number % 2 == 1
         one = pod(

@@ -61,7 +61,9 @@ from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
-ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
+ROUTERS = 100
+ENGINES = 1000
+RATE = 10_000.0
 SLICES = (28, 250)  # racks of 72 engines, and NVLink domains of 8
 LARGE = 2000  # engines of one router: what one change costs
 BESIDE = (1, 4, 16)  # routers at one API server
@@ -102,7 +104,8 @@ def micros(call, spent_s, least=5):
     machine, too.
     """
     call()
-    seen, until = [], time.perf_counter() + spent_s
+    seen = []
+    until = time.perf_counter() + spent_s
     gc.disable()
     try:
         while time.perf_counter() < until or len(seen) < least:
@@ -125,7 +128,9 @@ def registry_of(count, case="one revision"):
     """Engines that are known and busy: ten requests each, give or take, and a fresh report of each
     prefill engine.
     """
-    registry, dice, now = Registry(), random.Random(1), time.monotonic()
+    registry = Registry()
+    dice = random.Random(1)
+    now = time.monotonic()
     for number in range(count):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         revision = "r2" if case == "two revisions" and number % 4 >= 2 else "r1"
@@ -152,10 +157,8 @@ def sliced(count, slices, pairing):
 
 
 def choice_of(registry, policy):
-    load, caches = (
-        Loads(registry, time.monotonic).of,
-        Caches(PromptMemory(1800.0), registry, time.monotonic),
-    )
+    load = Loads(registry, time.monotonic).of
+    caches = Caches(PromptMemory(1800.0), registry, time.monotonic)
     if policy is PolicyName.ROUND_ROBIN:
         return RoundRobin()
     if policy == EXPECTED_TTFT:
@@ -183,11 +186,10 @@ def choices(sizes, spent_s, case):
     found = {}
     for policy in (*PolicyName, EXPECTED_TTFT):
         for count in sizes:
-            registry, turn = registry_of(count, case), iter(range(10**9))
-            fleet, choice = (
-                fleet_of(registry, choice_of(registry, policy)),
-                choice_of(registry, policy),
-            )
+            registry = registry_of(count, case)
+            turn = iter(range(10**9))
+            fleet = fleet_of(registry, choice_of(registry, policy))
+            choice = choice_of(registry, policy)
             sides = [fleet.usable(role) for role in Role]
 
             def ask(turn=turn):
@@ -210,7 +212,8 @@ def choices(sizes, spent_s, case):
 def request_cost(count, spent_s):
     """Time what the tables do for a request beside the choice: slots, legs, health, counters."""
     registry = registry_of(count)
-    fleet, turn = fleet_of(registry, RoundRobin()), iter(range(10**9))
+    fleet = fleet_of(registry, RoundRobin())
+    turn = iter(range(10**9))
     telemetry = Telemetry(Counters(frozenset({PATH})), time.monotonic)
     prefill, decode = registry.known(Role.PREFILL)[0], registry.known(Role.DECODE)[0]
 
@@ -242,7 +245,8 @@ def change_of(count):
         cases[f"{pairing} {slices}"] = registry, preference
     for case, (registry, preference) in cases.items():
         fleet = fleet_of(registry, RoundRobin(), preference)
-        name, turn = registry.known(Role.DECODE)[3].id, iter(range(10**9))
+        name = registry.known(Role.DECODE)[3].id
+        turn = iter(range(10**9))
 
         def change(registry=registry, fleet=fleet, name=name, turn=turn):
             (registry.departures.drain if next(turn) % 2 else registry.departures.undrain)(
@@ -258,11 +262,11 @@ async def beside_requests(count, requests_s=200, events_s=20, lasts_s=3.0):
     """Measure how long others wait for the loop while requests choose engines and pods come and go:
     wall time.
     """
-    api, registry = (
-        Api(pages_of(pod(number, role=role_of(number)) for number in range(count))),
-        Registry(),
-    )
-    fleet, waits, ends = fleet_of(registry, RoundRobin()), [], time.monotonic() + lasts_s
+    api = Api(pages_of(pod(number, role=role_of(number)) for number in range(count)))
+    registry = Registry()
+    fleet = fleet_of(registry, RoundRobin())
+    waits = []
+    ends = time.monotonic() + lasts_s
 
     async def every(pause_s, call):
         while time.monotonic() < ends:
@@ -278,7 +282,8 @@ async def beside_requests(count, requests_s=200, events_s=20, lasts_s=3.0):
 
     async with following(api, registry):
         await until(lambda: len(registry.members()) == count)
-        lines, ask = itertools.cycle(rollout(max(1, count // 10))), RoutingHints("m")
+        lines = itertools.cycle(rollout(max(1, count // 10)))
+        ask = RoutingHints("m")
         settle()
         await asyncio.gather(
             every(1 / requests_s, lambda: fleet.any_pair(ask)),
@@ -396,7 +401,8 @@ async def blocking():
             await asyncio.sleep(0)
             seen["longest"] = max(seen["longest"], (time.thread_time() - before) * 1000)
 
-    task, before = asyncio.create_task(tick()), time.thread_time()
+    task = asyncio.create_task(tick())
+    before = time.thread_time()
     try:
         yield seen
     finally:
@@ -425,10 +431,8 @@ async def discovery(count):
     """List, and then change, all pods."""
     found = {}
     for many in (count * 2 // 5, count):
-        api, registry = (
-            Api(pages_of(pod(number, role=role_of(number)) for number in range(many))),
-            Registry(),
-        )
+        api = Api(pages_of(pod(number, role=role_of(number)) for number in range(many)))
+        registry = Registry()
         settle()
         async with blocking() as found[f"list {many}"], following(api, registry):
             await until(lambda registry=registry, many=many: len(registry.members()) == many)
@@ -463,9 +467,11 @@ async def discovery(count):
 
 def rollout(count):
     """All events of a rolling update: each pod leaves and goes, and another comes."""
-    version, lines = iter(range(100_000, 10**9)), []
+    version = iter(range(100_000, 10**9))
+    lines = []
     for n in range(count):
-        role, new = role_of(n), {"role": role_of(n), "revision": "r2"}
+        role = role_of(n)
+        new = {"role": role_of(n), "revision": "r2"}
         lines += [
             line(
                 "ADDED" if at == 0 else "MODIFIED",
@@ -492,7 +498,8 @@ def wire(count):
     whole = [pod(number, role=role_of(number)) for number in range(count)]
     life = [line("MODIFIED", pod(1, phase=phase)) for phase in (*LIFE, "leaving")]
     wanted = Wanted(Role.DECODE, target(count, Role.DECODE, "r1"))
-    name, text = entry_name(Key(wanted.role, wanted.target.address.authority)), entry_of(wanted)
+    name = entry_name(Key(wanted.role, wanted.target.address.authority))
+    text = entry_of(wanted)
     return {
         "pod": len(line("ADDED", whole[0])),
         "list": sum(map(len, pages_of(whole))),

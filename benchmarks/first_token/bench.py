@@ -29,7 +29,9 @@ from support.first_tokens import added_ms, bodies, read
 LOGS = ROOT / ".pdrelay/logs/bench"
 GOAL_MS = 5.0
 PROMPTS, QUICK_PROMPTS, WARM = 201, 21, 6  # of each way
-OWN, SHOWN, DECODE = "P itself", "P's token", "D's token"
+OWN = "P itself"
+SHOWN = "P's token"
+DECODE = "D's token"
 
 
 def main():
@@ -46,7 +48,8 @@ def measured(count):
     """Return the milliseconds of each prompt, by way; and how much later than P's answer its token
     was there.
     """
-    firsts, added = {OWN: [], SHOWN: [], DECODE: []}, []
+    firsts = {OWN: [], SHOWN: [], DECODE: []}
+    added = []
     rnd = random.Random(4)
     with engines_of() as (prefill, routers):
         for number, prompt in enumerate(bodies(count + WARM, seed=3)):
@@ -121,7 +124,9 @@ def answered(address, body):
 
 def page_of(seen):
     """Return the parts of the page."""
-    machine, firsts, added = seen["machine"], seen["first_ms"], seen["added_ms"]
+    machine = seen["machine"]
+    firsts = seen["first_ms"]
+    added = seen["added_ms"]
     rows = [
         [name, f"{statistics.median(ms):.2f}", f"{_p95(ms):.2f}", f"{_later(ms, firsts[OWN]):+.2f}"]
         for name, ms in firsts.items()

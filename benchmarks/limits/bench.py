@@ -54,7 +54,8 @@ of a cached prompt all of its last block.
 def main():
     args = page.parser_of(__doc__, "few requests").parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: engines go first
-    counts, start = QUICK if args.quick else FULL, time.monotonic()
+    counts = QUICK if args.quick else FULL
+    start = time.monotonic()
     seen = {
         "machine": page.machine(),
         "counts": counts,
@@ -65,7 +66,8 @@ def main():
         name: progress.measured(progress.DEFAULT, name, rounds=counts["reads"], idle=0.1)
         for name in progress.TRANSPORTS
     }
-    model, prompt = tiny_model(), prompts()
+    model = tiny_model()
+    prompt = prompts()
     with Client() as client, open_fleet(LOGS) as fleet:
         # the first one reads its files from the disk
         started(fleet, _spec("cold", model), stops=True)
@@ -178,10 +180,8 @@ def idle(pids):
 @contextmanager
 def cpu_of(found, **leaders):
     """Note the CPU seconds that process groups, and this process, use during the block."""
-    before, own = (
-        {name: sum(map(cpu_seconds, pids)) for name, pids in leaders.items()},
-        time.process_time(),
-    )
+    before = {name: sum(map(cpu_seconds, pids)) for name, pids in leaders.items()}
+    own = time.process_time()
     yield
     found["client"] = time.process_time() - own
     found |= {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in leaders.items()}
@@ -206,7 +206,8 @@ def routed(pair, prompt, count):
                 "ignore_eos": True,
                 "stream": True,
             }
-            began, first = time.monotonic(), None
+            began = time.monotonic()
+            first = None
             with http.stream("POST", url, json=body) as answer:
                 answer.raise_for_status()
                 for _ in answer.iter_bytes():
@@ -300,7 +301,8 @@ def _reads(seen):
 
 
 def _router(seen):
-    found, ms = seen["routed"], 1e3 / seen["counts"]["routed"]
+    found = seen["routed"]
+    ms = 1e3 / seen["counts"]["routed"]
     pair = found["router"] * ms, (found["engines"] + found["client"]) * ms
     yield _row("router, CPU ms a request", "what engines and client use for it", "{:.2f}", [pair])
     pair = statistics.median(found["first"]) * 1e3, statistics.median(found["by hand"]) * 1e3

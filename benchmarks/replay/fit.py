@@ -39,7 +39,9 @@ from support.cluster import ROOT, engine_spec, start_engine
 PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))
 HITS = ((32, 512), (256, 512), (32, 1536), (256, 1536))
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (64, 512, 1500)
-BLOCK, BATCHED_TOKENS, KV_TOKENS = 32, 2048, 65_536
+BLOCK = 32
+BATCHED_TOKENS = 2048
+KV_TOKENS = 65_536
 WORDS = (260, 512)  # tokens of the tiny model that are pieces of words
 MIXED = 120  # requests of the load that nothing is fitted to
 OUT, PAGE = ROOT / ".pdrelay/bench/engine.json", ROOT / ".pdrelay/bench/fit.md"
@@ -101,7 +103,8 @@ async def prefill_times(client):
     """Return (tokens, cached before them, seconds): one prompt at a time; a cached beginning is
     whole blocks.
     """
-    shared, found = client.prompt(max(before for _, before in HITS)), []
+    shared = client.prompt(max(before for _, before in HITS))
+    found = []
     await client.ask([*shared, *client.prompt(1)], 1)
     for tokens, before in (PROMPTS + HITS) * 5:
         sent, first = await client.ask([*shared[:before], *client.prompt(tokens)], 1)
@@ -120,7 +123,8 @@ async def decode_times(client):
         answers = await asyncio.gather(
             *(client.ask(client.prompt(context), 48) for _ in range(batch))
         )
-        begin, end = max(times[1] for times in answers), min(times[-1] for times in answers)
+        begin = max(times[1] for times in answers)
+        end = min(times[-1] for times in answers)
         gaps = [
             b - a
             for times in answers
@@ -180,7 +184,8 @@ def mixed_load(model, *, count=MIXED, seed=1, share=0.4):
     work = statistics.mean(
         model.chunk_s(prompt, 0) + answer * model.batch_s(1, prompt) for prompt, _, answer in sizes
     )
-    at, load = 0.0, []
+    at = 0.0
+    load = []
     for prompt, shared, answer in sizes:
         at += dice.expovariate(share / (work + model.step_s * 8))
         load.append((at, prompt + shared, shared, answer))
@@ -271,7 +276,8 @@ def searched(model, loads, singles, *, tries=TRIES):
     """
     chance = np.random.default_rng(0)
     best = np.log([getattr(model, name) or ALONE[name] for name in SEARCHED])
-    least, size = loss(_engine(model, best), loads, singles), 0.5
+    least = loss(_engine(model, best), loads, singles)
+    size = 0.5
     for _ in range(tries):
         changed = best + size * chance.standard_normal(len(best)) * (chance.random(len(best)) < 0.4)
         found = loss(_engine(model, changed), loads, singles)
@@ -312,11 +318,15 @@ async def measured(client, load):
 
 def simulated(model, load):
     """Return the same, but all gaps of all requests with the first one."""
-    loop, names = EventLoop(), itertools.count(1000)
-    engine, first, last = VirtualEngine(model, BLOCK, loop), {}, {}
+    loop = EventLoop()
+    names = itertools.count(1000)
+    engine = VirtualEngine(model, BLOCK, loop)
+    first = {}
+    last = {}
     engine.add(VirtualLeg([*range(1024 // BLOCK)], 1024, 1))  # what is shared
     loop.run()
-    start, told = loop.now, len(engine.log.gaps)
+    start = loop.now
+    told = len(engine.log.gaps)
     for number, (at, tokens, same, answer) in enumerate(load):
         own = [next(names) for _ in range((tokens - same) // BLOCK)]
         leg = VirtualLeg(
@@ -352,7 +362,8 @@ async def _fit(url):
     client = Client(url)
     for size in (100, 1000):  # what is slow only once
         await asyncio.gather(*(client.ask(client.prompt(size), 8) for _ in range(4)))
-    prefills, decodes = await prefill_times(client), await decode_times(client)
+    prefills = await prefill_times(client)
+    decodes = await decode_times(client)
     guess, prefill_error, decode_error = fitted(prefills, decodes)
     for name, rows in (
         ("prefill: tokens, cached, s", prefills),

@@ -26,7 +26,9 @@ def prompts(count, per_s, mean, long=()):
     """Prompts that have nothing in common, of 50 tokens and an exponentially distributed number
     more.
     """
-    chance, names, turns = random.Random(1), BlockNames(0), []
+    chance = random.Random(1)
+    names = BlockNames(0)
+    turns = []
     for number, at_s in zip(range(count), poisson(per_s, 3), strict=False):
         size = 100_000 if number in long else 50 + int(chance.expovariate(1 / mean))
         output = 1 + int(chance.expovariate(1 / 100))

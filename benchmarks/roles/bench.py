@@ -48,7 +48,9 @@ TTFT_S, ITL_S = 4.0, 0.08
 # tokens.
 PACE = (0.04, 5e-4, 4e-3)
 # tokens of a step, streams of an engine, memory of its KV cache
-CHUNK, SLOTS, CACHE_MIB = 512, 32, 128
+CHUNK = 512
+SLOTS = 32
+CACHE_MIB = 128
 KEY = "only-for-this-benchmark"
 USUAL = (
     "--prefill-policy", "least_loaded", "--decode-policy", "least_loaded", "--resume-streams",
@@ -62,7 +64,8 @@ def main():
     args = arguments()
     # as Ctrl-C: the engines go first
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-    out, start = page.out_of(args, "roles"), time.monotonic()
+    out = page.out_of(args, "roles")
+    start = time.monotonic()
     seen = report.earlier(out, settings_of(args)) if args.more else {}
     seen |= measured(args)
     report.write({"machine": page.machine(), "settings": settings_of(args), "rows": seen}, out)
@@ -103,7 +106,9 @@ def settings_of(args):
 
 def measured(args):
     """Return what each row has shown."""
-    model, seen, trace = ROOT / ".pdrelay/models/tiny", {}, trace_of(args.seconds)
+    model = ROOT / ".pdrelay/models/tiny"
+    seen = {}
+    trace = trace_of(args.seconds)
     ensure_model(model)
     with open_fleet(LOGS) as fleet, tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         expected = right_answers(fleet, model, trace)
@@ -160,10 +165,14 @@ class Row:
     """Three engines, their routers, and what they are asked."""
 
     def __init__(self, name, fleet, model, folder):
-        self.name, self._fleet, self._folder = name, fleet, folder
+        self.name = name
+        self._fleet = fleet
+        self._folder = folder
         self._prefill = (SPLITS | FIRST).get(name, 1)
         self._specs = [self._engine(number, model) for number in range(ENGINES)]
-        self.children, self._routers, self._roles = [], [], []
+        self.children = []
+        self._routers = []
+        self._roles = []
 
     def _engine(self, number, model):
         options = {"role": None, "connector": Connector.PDRELAY, "kv_cache_mib": CACHE_MIB}
@@ -194,7 +203,8 @@ class Row:
 
     async def play(self, trace):
         """Return the streams of all requests."""
-        urls, half_s = [url for _, url in self._routers], trace[-1].at / 2
+        urls = [url for _, url in self._routers]
+        half_s = trace[-1].at / 2
         used = urls[1:] if self.name == "killed" else urls
         over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
@@ -213,7 +223,8 @@ class Row:
 
     async def _watch(self, url, over):
         """Note how many engines serve each role, whenever that changes."""
-        start, headers = time.monotonic(), {"X-Api-Key": KEY}
+        start = time.monotonic()
+        headers = {"X-Api-Key": KEY}
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             while not over.is_set():
                 rows = (await client.get(f"{url}/instances", headers=headers)).json()["instances"]

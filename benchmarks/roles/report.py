@@ -62,7 +62,8 @@ def _half(half):
 
 
 def _goodput(seen):
-    rows, names = seen["rows"], [half.name for half in HALVES]
+    rows = seen["rows"]
+    names = [half.name for half in HALVES]
     best = max((rows[name]["good"] for name in ALONE if name in rows), default=0)
     cells = [
         [

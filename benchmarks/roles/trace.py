@@ -38,7 +38,8 @@ class Asked:
 
 def trace_of(seconds, seed=1):
     """Return the requests of both halves, each of so many seconds; the same ones at every call."""
-    dice, found = random.Random(seed), []
+    dice = random.Random(seed)
+    found = []
     for number, half in enumerate(HALVES):
         at = dice.expovariate(half.per_s)
         while at < seconds:
@@ -69,7 +70,8 @@ async def play(trace, urls):
     """Send each request when it comes, to one router after the other; return the streams at their
     end.
     """
-    streams, start = [Stream(asked.body) for asked in trace], time.monotonic()
+    streams = [Stream(asked.body) for asked in trace]
+    start = time.monotonic()
     async with client_of() as client, asyncio.TaskGroup() as group:
         for number, (asked, stream) in enumerate(zip(trace, streams, strict=True)):
             await asyncio.sleep(start + asked.at - time.monotonic())
@@ -87,7 +89,8 @@ async def _follow(client, url, stream):
 
 async def play_alone(trace, url, at_once=24):
     """Have one engine answer everything as fast as it can: what it says is right."""
-    streams, places = [Stream(asked.body) for asked in trace], asyncio.Semaphore(at_once)
+    streams = [Stream(asked.body) for asked in trace]
+    places = asyncio.Semaphore(at_once)
 
     async def one(client, stream):
         async with places:

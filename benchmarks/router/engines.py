@@ -136,7 +136,9 @@ class Connection(asyncio.Protocol):
     """One connection of a client or a router to an engine."""
 
     def __init__(self, engines, role, name):
-        self.engines, self.role, self.name = engines, role, name
+        self.engines = engines
+        self.role = role
+        self.name = name
         self.parser = HttpRequestParser(self)
         self.is_busy = False
         self.waits = None
@@ -162,7 +164,9 @@ class Connection(asyncio.Protocol):
             self.engines.counts.open -= 1
 
     def on_message_begin(self):
-        self.url, self.body, self.request_id = b"", [], b""
+        self.url = b""
+        self.body = []
+        self.request_id = b""
 
     def on_url(self, url):
         self.url += url
@@ -246,7 +250,8 @@ class Connection(asyncio.Protocol):
             do(*args)
 
     def _answer(self, asked, chat):
-        tokens, options = asked.fields.max_tokens or 16, asked.fields.stream_options
+        tokens = asked.fields.max_tokens or 16
+        options = asked.fields.stream_options
         if not asked.fields.stream:
             self._whole(words.whole(asked.number, tokens, chat=chat, size=asked.size))
             return
@@ -326,7 +331,9 @@ _TOLD = {
 async def serving(options):
     """Serve on free ports of the loopback; yield the engines and {role: [ports]}."""
     loop = asyncio.get_running_loop()
-    engines, servers, ports = Engines(options, loop), [], {"prefill": [], "decode": []}
+    engines = Engines(options, loop)
+    servers = []
+    ports = {"prefill": [], "decode": []}
     for role, count in (("prefill", options.prefill), ("decode", options.decode)):
         for place in range(count):
             name = f"engine-{role}-{place}".encode()

@@ -130,7 +130,8 @@ def answers(*, chats):
     else:
         choice = b'{"text":" a",%b,%b}' % (ends, IDS)
         prefill = b'{%b,"choices":[%b],%b,"kv_transfer_params":%b}' % (HEAD, choice, usage, PARAMS)
-        role, texts = b"", [b'"text":" b"', b'"text":" c"']
+        role = b""
+        texts = [b'"text":" b"', b'"text":" c"']
     events = [
         b'data: {%b,"choices":[{"index":0,%b,"logprobs":null,"finish_reason":%b}]}\n\n'
         % (HEAD, text, finish)
@@ -250,10 +251,12 @@ async def play(case, switch):
     }
     given |= {"health_check_interval_s": 3600.0, "allowed_hosts": ("*",), "load_reports": False}
     prefill, decode = answers(chats=chats)
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
 
     async def dial(protocol, host, port):
-        connection, reads = protocol(), [prefill] if host in PREFILL else decode
+        connection = protocol()
+        reads = [prefill] if host in PREFILL else decode
 
         def written(_):
             for read in reads:  # each in a turn of its own
@@ -263,7 +266,8 @@ async def play(case, switch):
 
     chosen = with_values(Settings(**given), settings)
     router = build(chosen, fabric=Fabric(Probes(), dial, loop.time))
-    config, state = listeners.main_config(router, chosen), ServerState()
+    config = listeners.main_config(router, chosen)
+    state = ServerState()
     config.load()
     state.default_headers = [(b"date", b"today")]
     answered = []

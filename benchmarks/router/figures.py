@@ -4,7 +4,10 @@ import statistics
 
 from benchmarks.router.contestants import CONTESTANTS
 
-OURS, RUST, TOY, DIRECT = "pdrelay", "vllm-router", "toy", "direct"
+OURS = "pdrelay"
+RUST = "vllm-router"
+TOY = "toy"
+DIRECT = "direct"
 
 
 def request_ms(run):

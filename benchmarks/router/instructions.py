@@ -60,7 +60,9 @@ class Wire:
 
     def __init__(self, sock=None):
         self.written = []
-        self.write, self.is_closing, self.get_write_buffer_size = self.written.append, bool, int
+        self.write = self.written.append
+        self.is_closing = bool
+        self.get_write_buffer_size = int
         self.extra = {"socket": sock, "peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}
         self.get_extra_info = self.extra.get
         self.pause_reading = self.resume_reading = self.close = self.abort = lambda: None
@@ -80,7 +82,10 @@ class Rig:
         from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
         from pdrelay_proxy.settings import Settings
 
-        self.stream, self.chat, self.size, self.push = stream, chat, size, push
+        self.stream = stream
+        self.chat = chat
+        self.size = size
+        self.push = push
         self.tells_ids = not push
         self.engines = {"p": [], "d": []}  # connections, and what was written to them
         self.socks = []
@@ -96,7 +101,8 @@ class Rig:
     async def dial(self, protocol, host, _port):
         ours, theirs = socket.socketpair()
         self.socks += [ours, theirs]
-        connection, wire = protocol(), Wire(ours)
+        connection = protocol()
+        wire = Wire(ours)
         self.engines["p" if f"http://{host}:1" in _PREFILL else "d"].append(
             (connection, wire.written)
         )
@@ -110,7 +116,8 @@ class Rig:
         config.load()
         self.state = self.state or ServerState()
         self.state.default_headers = [(b"date", b"Tue, 24 Nov 2026 22:00:00 GMT")]
-        protocol, wire = self.protocol(config=config, server_state=self.state, app_state={}), Wire()
+        protocol = self.protocol(config=config, server_state=self.state, app_state={})
+        wire = Wire()
         protocol.connection_made(wire)
         return protocol, wire
 

@@ -25,7 +25,11 @@ from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
 from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt, token_prompt
 
-D0, SIZE, TOKENS, PROMPTS, ROUNDS = InstanceId("decode-0"), 16, 8192, 100, 5
+D0 = InstanceId("decode-0")
+SIZE = 16
+TOKENS = 8192
+PROMPTS = 100
+ROUNDS = 5
 
 
 def stored(ids, dice):
@@ -54,12 +58,14 @@ def frames(batches):
 
 def apply(index, stream, data):
     """Return the CPU seconds of all, and of the longest step."""
-    longest, began = 0.0, time.process_time()
+    longest = 0.0
+    began = time.process_time()
     for piece in data:
         last = time.process_time()
         for payload in stream.feed(piece):
             for _ in index.apply(D0, read_batch(payload)):
-                longest, last = max(longest, time.process_time() - last), time.process_time()
+                longest = max(longest, time.process_time() - last)
+                last = time.process_time()
         longest = max(longest, time.process_time() - last)
     return time.process_time() - began, longest
 
@@ -74,10 +80,14 @@ def timed(act, times=1):
 
 def round_of(dice):
     prompts = [[dice.randrange(150_000) for _ in range(TOKENS)] for _ in range(PROMPTS)]
-    events, index, seen = [stored(ids, dice) for ids in prompts], CacheIndex(), {}
+    events = [stored(ids, dice) for ids in prompts]
+    index = CacheIndex()
+    seen = {}
     index.open(D0, {D0: None})
     state = frames([[], *[[event] for event in events], *[removals(event) for event in events]])
-    cut, stream, blocks = PROMPTS + 1, KvEventStream(), PROMPTS * TOKENS // SIZE
+    cut = PROMPTS + 1
+    stream = KvEventStream()
+    blocks = PROMPTS * TOKENS // SIZE
     gc.collect()
     seconds, longest = apply(index, stream, state[:cut])
     seen["µs for a block stored"], seen["ms of the longest step"] = (
@@ -109,7 +119,8 @@ async def reading(count, dice):
     answer, next_answer = (
         msgspec.json.encode({"prompt_token_ids": each}) for each in (ids, ids + ids[:50])
     )
-    known, seen = KnownPrompts(1e9), {}
+    known = KnownPrompts(1e9)
+    seen = {}
     soon = asyncio.get_running_loop().call_soon
     learner = PromptLearner(known, time.monotonic, soon, PromptLookup(known, time.monotonic))
     assert ask.blocks.size < next_ask.blocks.size

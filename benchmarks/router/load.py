@@ -181,12 +181,15 @@ class Client(asyncio.Protocol):
         self.number = number = crew.take()
         if number is None:
             return
-        size, tokens, chat = plan.prompt, plan.tokens, plan.chat
+        size = plan.prompt
+        tokens = plan.tokens
+        chat = plan.chat
         if plan.stream:
             answer = words.stream(number, tokens, chat=chat, size=size)
             self.expected, self.skip = answer.whole(), len(answer.first)
         else:
-            self.expected, self.skip = words.whole(number, tokens, chat=chat, size=size), 0
+            self.expected = words.whole(number, tokens, chat=chat, size=size)
+            self.skip = 0
         self.leaves = plan.hang_after if number % 2 else 0
         self.at = self.seen = 0
         self.bad = ""
@@ -240,7 +243,8 @@ class Client(asyncio.Protocol):
             crew.gaps.append(self.now - self.last)
             if crew.plan.step_s:
                 self.arrived.append((seen, self.now))
-        self.seen, self.last = min(seen, crew.plan.tokens), self.now
+        self.seen = min(seen, crew.plan.tokens)
+        self.last = self.now
 
     def on_message_complete(self):
         if self.bad:
@@ -355,13 +359,15 @@ class Watch:
 
 async def measure(plan):
     """Carry a plan out, and return what was seen."""
-    crew, watch = Crew(plan, asyncio.get_running_loop()), Watch(plan)
+    crew = Crew(plan, asyncio.get_running_loop())
+    watch = Watch(plan)
     sockets = watch.sockets()
     await crew.connect()
     if plan.warm:
         await crew.phase(plan.warm, 60.0)
         await asyncio.sleep(_SETTLE_S)
-    before, own = watch.cpu(), time.process_time()
+    before = watch.cpu()
+    own = time.process_time()
     seconds = await crew.phase(plan.most, plan.seconds)
     await asyncio.sleep(_SETTLE_S)
     own = time.process_time() - own

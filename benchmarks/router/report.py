@@ -58,10 +58,8 @@ def line(found):
 
 def _head(seen):
     facts = seen["about"]
-    machine, versions = (
-        facts["machine"],
-        ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-    )
+    machine = facts["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     rounds = f"{facts['rounds']} round{'s' * (facts['rounds'] > 1)}"
     others = "share another" if facts["apart"] else "share it, for there is only one"
     words = [

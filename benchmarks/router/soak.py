@@ -41,13 +41,11 @@ class Runner:
     """A router, its engines, and what was seen of it."""
 
     def __init__(self, cores, engines, router, ports, port):
-        self.cores, self.engines, self.router, self.ports, self.port = (
-            cores,
-            engines,
-            router,
-            ports,
-            port,
-        )
+        self.cores = cores
+        self.engines = engines
+        self.router = router
+        self.ports = ports
+        self.port = port
         self.faults = {}
         self.requests = 0
 
@@ -97,7 +95,8 @@ def rounds(runner, *, streams, seconds, count):
 
 def mixed(runner, minutes):
     """Go through the mix until the time is over; return the footprint after each time."""
-    end, found = time.monotonic() + minutes * 60, []
+    end = time.monotonic() + minutes * 60
+    found = []
     while time.monotonic() < end:
         for plan in MIX:
             runner.carry_out(plan)
@@ -111,7 +110,8 @@ def growth(found):
     warms up.
     """
     quarter = max(1, len(found) // 4)
-    early, late = found[quarter : 2 * quarter] or found[:1], found[-quarter:]
+    early = found[quarter : 2 * quarter] or found[:1]
+    late = found[-quarter:]
     return statistics.median(one["rss"] for one in late) - statistics.median(
         one["rss"] for one in early
     )

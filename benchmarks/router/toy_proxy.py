@@ -56,7 +56,8 @@ def client(url):
 
 async def relay(request, path):
     """Serve a request by two legs."""
-    body, state = await request.json(), request.app.state
+    body = await request.json()
+    state = request.app.state
     headers = {"X-Request-Id": str(uuid.uuid4())}
     if "authorization" in request.headers:
         headers["Authorization"] = request.headers["authorization"]

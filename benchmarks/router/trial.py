@@ -188,7 +188,9 @@ def check(found, contestant):
     """Add to the faults what the engines know: every request must have had both legs, and none may
     be left open.
     """
-    seen, faults, said = found["legs"], found["faults"], found["said"]
+    seen = found["legs"]
+    faults = found["faults"]
+    said = found["said"]
     if contestant is not None and seen["prefill"] + seen["decode"] == 0:
         raise Failed(f"{contestant.name} did not send two legs: {seen}")
     if contestant is not None and (
@@ -217,7 +219,8 @@ def idle(cores, contestant, seconds):
         start_cpu = load.cpu_seconds(child.pid)
         serves(port, contestant.name)
         time.sleep(1.0)
-        before, begin = load.cpu_seconds(child.pid), time.monotonic()
+        before = load.cpu_seconds(child.pid)
+        begin = time.monotonic()
         time.sleep(seconds)
         cores_used = (load.cpu_seconds(child.pid) - before) / (time.monotonic() - begin)
         who = SimpleNamespace(pid=child.pid)

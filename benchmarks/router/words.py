@@ -226,10 +226,14 @@ def whole(number, tokens, *, chat, size=0, kv=b"null", ids=False):
     if chat:
         name, kind = b"chatcmpl", b"chat.completion"
         said = b'"message":{"role":"assistant","content":"%b"}' % text
-        inside, beside = b"", b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b""
+        inside = b""
+        beside = b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b""
     else:
-        name, kind, said = b"cmpl", b"text_completion", b'"text":"%b"' % text
-        inside, beside = b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b"", b""
+        name = b"cmpl"
+        kind = b"text_completion"
+        said = b'"text":"%b"' % text
+        inside = b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b""
+        beside = b""
     return (
         b'{"id":"%b-%08x","object":"%b","created":%d,"model":"%b","choices":[{"index":0,%b,"logprobs":null,'
         b'"finish_reason":"length","stop_reason":null%b}]%b,"usage":%b,"kv_transfer_params":%b}'

@@ -116,7 +116,9 @@ def numbers(runs):
     """
     rows = []
     for run in runs:
-        cpu, count, seconds = run["cpu"], run["done"], run["seconds"]
+        cpu = run["cpu"]
+        count = run["done"]
+        seconds = run["seconds"]
         rows.append(
             (
                 count / seconds,
@@ -156,7 +158,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="short runs: does it work?")
     parser.add_argument("--rounds", type=int, help="turns of every setup (5; quick: 1)")
     args = parser.parse_args()
-    rounds, seconds = args.rounds or (1 if args.quick else 5), 2.0 if args.quick else 5.0
+    rounds = args.rounds or (1 if args.quick else 5)
+    seconds = 2.0 if args.quick else 5.0
     seen = {name: [] for name in SETUPS}
     for round_ in range(rounds):
         for name, (workers, cores) in SETUPS.items():

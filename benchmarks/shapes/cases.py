@@ -9,7 +9,9 @@ from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.messages import RankInfo, Region
 
 # bytes: K and V of one token and head of 128, in bfloat16
-LAYERS, HEADS, WIDTH = 28, 8, 2 * 128 * 2
+LAYERS = 28
+HEADS = 8
+WIDTH = 2 * 128 * 2
 TOKEN = LAYERS * HEADS * WIDTH  # bytes
 LENGTHS = (1024, 4096)  # tokens of a prompt
 ROOM = LENGTHS[-1] * 5 // 4  # tokens that an engine has room for
@@ -32,9 +34,11 @@ class Side(NamedTuple):
             "N": self.block_size,
             "C": WIDTH,
         }
-        strides, step = {}, 1
+        strides = {}
+        step = 1
         for axis in reversed(self.layout):
-            strides[axis], step = step, step * sizes[axis]
+            strides[axis] = step
+            step = step * sizes[axis]
         regions = tuple(
             Region(
                 base=base + rank * step + layer * strides["L"],
@@ -53,7 +57,8 @@ class Side(NamedTuple):
 
     def blocks(self, tokens, choose):
         """Return the blocks of a prompt: one after the other, unless they are chosen at random."""
-        count, all_ = tokens // self.block_size, range(1, ROOM // self.block_size)
+        count = tokens // self.block_size
+        all_ = range(1, ROOM // self.block_size)
         return choose.sample(all_, count) if choose else list(all_[:count])
 
 

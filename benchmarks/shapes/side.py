@@ -145,7 +145,8 @@ class Reader:
 
     def carry_out(self, plan):
         """Post every read of a plan, and wait until all have ended."""
-        start, ended = time.monotonic(), []
+        start = time.monotonic()
+        ended = []
         for rank, peer, spans in plan:
             self.movers[rank].read(self.handles[rank][peer], spans)
         while len(ended) < len(plan):

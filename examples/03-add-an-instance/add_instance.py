@@ -158,7 +158,8 @@ def decode_engine(args, model, mode):
         yield args.instance
         return
     folder = args.model or LocalPlan().model.with_name(model)
-    kind, connector = EngineKind(args.engine), Connector(args.connector)
+    kind = EngineKind(args.engine)
+    connector = Connector(args.connector)
     plan = LocalPlan(
         kind=kind,
         connector=connector,

@@ -39,7 +39,8 @@ def is_thorough(test, params):
 
 def test_cut_while_d_holds_20_leases(network, p, d, reference):
     """P frees when the lease is over and serves on; the link is back before D's queue moves, and no text is wrong."""
-    expired, loads = p.now(EXPIRED), d.now(LOADS)
+    expired = p.now(EXPIRED)
+    loads = d.now(LOADS)
     with queue_of(20, p, d, first=400) as (prompts, answers, leave):
         wait_until(lambda: (p.now(HELD), p.now(BLOCKS_HELD)) == (20, 20 * 7), seconds=LONG, what="P holds all")
         assert p.now(USAGE) > 0
@@ -61,7 +62,8 @@ def test_cut_while_d_holds_20_leases(network, p, d, reference):
 
 def test_cut_in_the_middle_of_a_read(network, p, victims, reference):
     """transfer_timeout bounds it, by policy; P is free; a request that comes while the link is cut is served, too."""
-    decoders, prompts = list(victims.hasty.values()), [prompt_of(431, 900), prompt_of(432, 900)]
+    decoders = list(victims.hasty.values())
+    prompts = [prompt_of(431, 900), prompt_of(432, 900)]
     for number, d in enumerate(decoders):  # they have met: the transfer begins at once
         warm = prompt_of(433 + number)
         assert text_of(decode(d.spec, warm, prefill(p.spec, warm))) == plain(reference, warm)
@@ -109,7 +111,8 @@ fresh = iter(range(440, 500))
 
 def loads_again(p, d, reference):
     """Whether D loads a new prompt from P; its text is right in any case."""
-    before, prompt = d.now(LOADS), prompt_of(next(fresh))
+    before = d.now(LOADS)
+    prompt = prompt_of(next(fresh))
     response = decode(d.spec, prompt, prefill(p.spec, prompt))
     loaded = d.now(LOADS) == before + 1
     if loaded or d.policy == "recompute":

@@ -39,7 +39,8 @@ def four(request, fleet, model, lab):
     """P0, P1 and D1 on one host, D0 on the other; P0's side channel has an IP address of its own."""
     if lab is None:
         pytest.skip(f"no network lab: {lab_available()}")
-    mode, alone = request.param, lab.p.data_ip.rsplit(".", 1)[0] + ".17"
+    mode = request.param
+    alone = lab.p.data_ip.rsplit(".", 1)[0] + ".17"
     _ip(lab.p, "addr", "replace", f"{alone}/32", "dev", DATA)
     _ip(lab.d, "route", "replace", f"{alone}/32", "dev", DATA)
     config = {"transfer_timeout": GIVES_UP_S, "handshake_timeout": GIVES_UP_S, "registration_timeout": GIVES_UP_S}
@@ -114,7 +115,8 @@ class Four:
 
     def ask_until(self, reference, condition, *, seconds, what):
         """Ask one request after the other until the pairs are so; return the answers."""
-        answers, end = [], time.monotonic() + seconds
+        answers = []
+        end = time.monotonic() + seconds
         while not condition(self.pairs()):
             assert time.monotonic() < end, f"{what}: not within {seconds} s; {self.pairs()}"
             answers.append(self.ask(reference))

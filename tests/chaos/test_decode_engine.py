@@ -45,7 +45,8 @@ def is_thorough(test, params):
 
 def test_an_overloaded_decode_engine_loses_no_lease(p, d, reference):
     """20 requests wait for more than two leases in D's queue: none expires, all are loaded, every text is right."""
-    expired, loads = p.now(EXPIRED), d.now(LOADS)
+    expired = p.now(EXPIRED)
+    loads = d.now(LOADS)
     with queue_of(20, p, d, first=200, busy=True) as (prompts, answers, leave):
         time.sleep(2.2 * LEASE)
         assert not any(answer.done() for answer in answers)
@@ -162,7 +163,8 @@ def test_frozen_after_the_read(p, victims, reference):
 
 def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, victims, reference):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
-    other, prompt = victims.patient["recompute"], prompt_of(650)
+    other = victims.patient["recompute"]
+    prompt = prompt_of(650)
     before = p.now("vllm:pdrelay_leases_peer_lost_total")
     with queue_of(20, p, d, first=600) as (_, answers, _):
         wait_until(lambda: p.now(HELD) == 20, seconds=LONG, what="P holds all")
@@ -177,7 +179,8 @@ def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, vic
 
 def test_a_request_that_never_reaches_decode_is_freed_at_lease_end(p):
     """The TTL of last resort, on an engine that sleeps."""
-    expired, asked = p.now(EXPIRED), time.monotonic()
+    expired = p.now(EXPIRED)
+    asked = time.monotonic()
     prefill(p.spec, prompt_of(295))
     assert not nothing_held(p.spec)
     wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what nobody asked for")

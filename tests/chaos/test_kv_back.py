@@ -130,7 +130,8 @@ def test_while_p_reads(trio, how):
             finally:
                 recover(trio, how)
         assert answers == alone(trio.reference, seed, 3)
-        found, failed = p.delta(FOUND), sum(map(p.delta, FAILED))
+        found = p.delta(FOUND)
+        failed = sum(map(p.delta, FAILED))
         if found and failed:
             return
     pytest.fail("D never was in trouble between its answer and the end of the read")

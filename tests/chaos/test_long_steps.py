@@ -26,7 +26,8 @@ def test_a_step_of_20_s_loses_no_lease(p, victims, reference):
     """
     kept, other = victims.patient["recompute"], victims.hasty["recompute"]
     prompts = [prompt_of(500), prompt_of(501)]
-    expired, loads = p.now(EXPIRED), [d.now(LOADS) for d in (kept, other)]
+    expired = p.now(EXPIRED)
+    loads = [d.now(LOADS) for d in (kept, other)]
     with ThreadPoolExecutor(6) as pool, seat_of(kept, pool) as leave_kept, seat_of(other, pool) as leave_other:
         for d in (kept, other):
             wait_until(lambda d=d: d.now(RUNNING) == 1, seconds=LONG, what="D's seat is taken")

@@ -76,7 +76,8 @@ def test_hung_before_the_transfer(p, decoders, reference):
     met(p, decoders, reference, 60)
     with asking(p, decoders, prompts) as ask:
         with p.frozen():
-            asked, answers = time.monotonic(), ask()
+            asked = time.monotonic()
+            answers = ask()
             wait_until(lambda: all(d.now(BORROWING) == 1 for d in decoders), seconds=TIMEOUT, what="all wait for P")
             left = asked + TIMEOUT + LATE - time.monotonic()
             wait_until(lambda: not any(d.now(BORROWING) for d in decoders), seconds=left, what="all have given up")
@@ -104,7 +105,8 @@ def test_hung_until_the_read_was_given_up(p, decoders, reference):
 
 def test_killed_before_the_transfer(p, decoders, reference):
     """kill -9 of P between the legs, met before or not: the request ends at once, by policy."""
-    prompts, timeouts = [prompt_of(80), prompt_of(81)], [d.now(lost("timeout")) for d in decoders]
+    prompts = [prompt_of(80), prompt_of(81)]
+    timeouts = [d.now(lost("timeout")) for d in decoders]
     with asking(p, decoders, prompts) as ask:
         p.kill()
         responses, seconds = zip(*(answer.result() for answer in ask()), strict=True)
@@ -127,7 +129,8 @@ def test_a_restarted_prefill_engine_is_met_again(p, decoders, reference):
 
 def test_killed_during_the_transfer(p, decoders, reference):
     """P hangs so that the read is under way, then dies: the request ends when it dies, not at the timeout."""
-    prompts, timeouts = [prompt_of(90, 900), prompt_of(91, 900)], [d.now(lost("timeout")) for d in decoders]
+    prompts = [prompt_of(90, 900), prompt_of(91, 900)]
+    timeouts = [d.now(lost("timeout")) for d in decoders]
     with reading(p, decoders, prompts, reference) as answers:
         p.kill()
         responses = [answer.result() for answer in answers]

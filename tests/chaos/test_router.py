@@ -186,7 +186,8 @@ IN_ONE_MODE = {
 
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``."""
-    mode, fault = params["four_engines"], params.get("fault") or params["how"]
+    mode = params["four_engines"]
+    fault = params.get("fault") or params["how"]
     if "phase" not in params:
         return (fault, mode) not in IN_ONE_MODE
     return (fault, params["victim"], params["phase"], mode) not in ORDINARY

@@ -35,7 +35,8 @@ class Traffic:
     """Clients that behave and clients that do not, from a seed."""
 
     def __init__(self, p, decoders, seed):
-        self.p, self.decoders = p.spec, [d.spec for d in decoders]
+        self.p = p.spec
+        self.decoders = [d.spec for d in decoders]
         self.answers = []  # (prompt's number, text)
         self.counts = Counter()
         self._rnd = random.Random(seed)
@@ -57,7 +58,9 @@ class Traffic:
         ]  # fmt: skip
         while time.monotonic() < end:
             with self._rnd_lock:
-                kind, number, d = self._rnd.choice(kinds), self._rnd.randrange(PROMPTS), self._rnd.choice(self.decoders)
+                kind = self._rnd.choice(kinds)
+                number = self._rnd.randrange(PROMPTS)
+                d = self._rnd.choice(self.decoders)
                 patience = self._rnd.random() * 0.3
             try:
                 kind(number, d, patience)

@@ -22,9 +22,12 @@ def is_thorough(test, params):
 
 def test_a_stranger_gets_no_welcome_and_no_lease_and_ends_none(network, p, victims, reference):
     """No Welcome, so nothing of P's memory; and what P holds for a decode engine stays, and is read by that one."""
-    d, prompt = victims.hasty["recompute"], prompt_of(460)
-    before, loads = p.now(HELD), d.now(LOADS)
-    env, pipe = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}, subprocess.PIPE
+    d = victims.hasty["recompute"]
+    prompt = prompt_of(460)
+    before = p.now(HELD)
+    loads = d.now(LOADS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    pipe = subprocess.PIPE
     argv = [*network.d.prefix, sys.executable, "-m", "support.stranger"]
     with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stranger:
         assert stranger.stdout.readline() == "ready\n"  # its imports may take longer than the lease

@@ -111,7 +111,8 @@ class Dozing:
     """An executor as the engine core has one."""
 
     def __init__(self, *, goes):
-        self.sleeping_tags, self.goes = set(), goes
+        self.sleeping_tags = set()
+        self.goes = goes
 
     def sleep(self, level=1):
         if self.goes == "fails":
@@ -125,7 +126,8 @@ class Dozing:
 @pytest.mark.parametrize(("goes", "heard"), [(True, ["let go"]), (False, ["let go", "go on"])])
 def test_the_scheduler_hears_of_a_sleep_before_it_and_goes_on_if_the_memory_stays(goes, heard):
     """As where vLLM finds that the weights sleep already."""
-    executor, said = Dozing(goes=goes), []
+    executor = Dozing(goes=goes)
+    said = []
     before_sleeps(executor, lambda: said.append("let go"), lambda: said.append("go on"))
     executor.sleep(1)
     executor.discard(("scheduling",))
@@ -135,7 +137,8 @@ def test_the_scheduler_hears_of_a_sleep_before_it_and_goes_on_if_the_memory_stay
 
 def test_who_cannot_let_go_keeps_all_workers_awake():
     """A worker that has put its memory away beside one that has not is an engine that is lost."""
-    executor, said = Dozing(goes=True), []
+    executor = Dozing(goes=True)
+    said = []
 
     def prepare():
         raise ConnectorError("a push may still be written")
@@ -150,7 +153,8 @@ def test_who_cannot_let_go_keeps_all_workers_awake():
 
 def test_the_scheduler_goes_on_if_a_worker_fails():
     """VLLM passes the error on, and the engine may be resumed."""
-    executor, said = Dozing(goes="fails"), []
+    executor = Dozing(goes="fails")
+    said = []
     before_sleeps(executor, lambda: None, lambda: said.append("go on"))
     with pytest.raises(RuntimeError):
         executor.sleep(1)

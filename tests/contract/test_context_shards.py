@@ -20,7 +20,9 @@ from pdrelay_connector.core.layout.shards import Shard
 from support.token_slots import slot_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-SIZE, TOKENS, TABLE = 8, 100, [5, 7, 3, 9, 4, 2, 8, 6, 1, 11, 10, 13, 12]
+SIZE = 8
+TOKENS = 100
+TABLE = [5, 7, 3, 9, 4, 2, 8, 6, 1, 11, 10, 13, 12]
 DIVISIONS = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 8)))
 
 

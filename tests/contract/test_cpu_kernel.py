@@ -37,7 +37,8 @@ def kernels():
 
 def told_apart(dtype, *shape):
     """Return numbers of which no two are alike, none is zero, and all are finite."""
-    count, integers = torch.Size(shape).numel(), INTEGERS[dtype.itemsize]
+    count = torch.Size(shape).numel()
+    integers = INTEGERS[dtype.itemsize]
     patterns = torch.arange(1, 1 << 16, dtype=torch.int32).to(integers).view(dtype)
     if dtype.itemsize == 4:
         patterns = torch.arange(1, 1 << 16, dtype=dtype)
@@ -127,7 +128,9 @@ def test_keys_of_three_dimensions_are_rotated_by_their_step():
     """
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         pytest.skip("models with a state are refused in this version")
-    keys, positions, cache = torch.randn(6, 2, 32), torch.arange(10, 16), torch.randn(64, 32)
+    keys = torch.randn(6, 2, 32)
+    positions = torch.arange(10, 16)
+    cache = torch.randn(64, 32)
 
     def rotated(at, flat):
         found = keys[at].clone()

@@ -85,7 +85,8 @@ def test_a_draft_model_is_noticed_and_n_grams_are_not(make, draft):
 
 def test_the_labels_are_in_the_metrics_before_anything_has_happened(make):
     """An API server registers them while it starts."""
-    before, config = set(REGISTRY._collector_to_names), make(mode="push")
+    before = set(REGISTRY._collector_to_names)
+    config = make(mode="push")
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     PDRelayConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0", "engine_id": config.kv_transfer_config.engine_id, **info_labels(config)}

@@ -53,7 +53,8 @@ async def completion(ends, options):
         async for one in outputs(*ends):
             yield 0, one
 
-    serving, metadata = bare(OpenAIServingCompletion), SimpleNamespace()
+    serving = bare(OpenAIServingCompletion)
+    metadata = SimpleNamespace()
     made = serving.completion_stream_generator(request, [], numbered(), "x", 7, "m", 1, None, metadata)
     return [event.encode() async for event in made]
 
@@ -61,7 +62,8 @@ async def completion(ends, options):
 async def chat(ends, options):
     said = [{"role": "user", "content": "hi"}]
     request = ChatCompletionRequest(model="m", messages=said, stream=True, stream_options=options)
-    serving, metadata = bare(OpenAIServingChat), SimpleNamespace()
+    serving = bare(OpenAIServingChat)
+    metadata = SimpleNamespace()
     made = serving.chat_completion_stream_generator(request, outputs(*ends), "x", "m", [], None, metadata)
     return [event.encode() async for event in made]
 
@@ -71,7 +73,8 @@ async def chat(ends, options):
 @pytest.mark.parametrize("ends", [(ABORT,), (None, ABORT), (None, "length"), ("stop",)], ids=str)
 def test_an_aborted_stream_ends_like_a_whole_one(api, ends, options):
     """But for its finish reason, if it has one: the router does not let that end pass."""
-    lines, events = WholeLines("d0"), asyncio.run(api(ends, options))
+    lines = WholeLines("d0")
+    events = asyncio.run(api(ends, options))
     assert events[-1] == b"data: [DONE]\n\n"
 
     if ends[-1] != ABORT:

@@ -45,7 +45,8 @@ def test_what_is_kept_back_begins_the_next_text(tokenizer, name):
     expected = TOLD[name]
     if name == "minimax_m3" and not hasattr(registered_adapters, "MinimaxM3Parser"):
         expected = {text: text for text in expected}  # before 0.32 it is in Rust, and sees no chat without tools
-    parser, told = kind(tokenizer, None), []
+    parser = kind(tokenizer, None)
+    told = []
     for number, text in enumerate(expected):
         delta = parser.parse_delta(text, [10 + number], request, prompt_token_ids=[5, 6], finished=False)
         told.append("" if delta is None else delta.content or "")

@@ -34,7 +34,9 @@ from pdrelay_proxy.features.kv_events.core.event_stream import KvEventStream, re
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-SIZE, CONTEXT, ROUNDS = 4, 256, 250
+SIZE = 4
+CONTEXT = 256
+ROUNDS = 250
 ENGINE = InstanceId("decode-0")
 ATTENTION = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(block_size=SIZE, **ATTENTION)
@@ -56,7 +58,9 @@ class Engine:
         self.hasher = get_request_block_hasher(SIZE, function)
         self.dice, self.index, self.stream = dice, CacheIndex(), KvEventStream()
         self.index.open(ENGINE, {ENGINE: None})
-        self.running, self.made, self.batches = [], 0, 0
+        self.running = []
+        self.made = 0
+        self.batches = 0
         self.publish()
 
     def request(self, ids, salt=None, lora=None, image=None):
@@ -127,7 +131,8 @@ def history(engine, dice, compare):
         if what < 0.4 or not engine.running:
             ids, salt, lora = dice.choice(asked)
             if dice.random() < 0.5:
-                ids, salt = [*ids[: dice.randrange(len(ids))], *prompt(dice, most=30)][:60], dice.choice((None, "s"))
+                ids = [*ids[: dice.randrange(len(ids))], *prompt(dice, most=30)][:60]
+                salt = dice.choice((None, "s"))
                 lora = dice.choice((None, None, *ADAPTERS))
             asked = [*asked[-11:], (ids, salt, lora)]
             engine.begin(engine.request(ids, salt, lora), loads=dice.random() < 0.3)
@@ -213,7 +218,8 @@ def test_blocks_with_images_are_no_hits_of_texts(seed):
     dice = random.Random(seed)
     engine = Engine(FULL, dice=dice, blocks=80)
     for _ in range(ROUNDS):
-        ids, at = prompt(dice), dice.randrange(60)
+        ids = prompt(dice)
+        at = dice.randrange(60)
         place = PlaceholderRange(offset=at, length=dice.randrange(1, 12))
         image = MultiModalFeatureSpec(None, "image", dice.choice("ab"), place) if at < len(ids) else None
         engine.begin(engine.request(ids, image=image))

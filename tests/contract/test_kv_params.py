@@ -53,7 +53,8 @@ def test_an_offer_survives_the_router(offer, ascii_only):
 @pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT, Api.RESPONSES, Api.MESSAGES])
 def test_what_the_router_abandons_is_what_it_has_had_computed(api):
     """The connector knows the prefill by the name that the router gives up later."""
-    client, transfer = parse(b'{"model":"m","prompt":"hi"}'), new_transfer()
+    client = parse(b'{"model":"m","prompt":"hi"}')
+    transfer = new_transfer()
     asked, given_up = (
         json.loads(body)["kv_transfer_params"]
         for body in (encode(prefill_fields(api, client, transfer)), abandon_body(client, transfer))

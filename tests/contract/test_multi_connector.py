@@ -118,7 +118,8 @@ class Child:
     """Stands where a connector would be, and says how many tokens it has."""
 
     def __init__(self, tokens):
-        self.tokens, self.given = tokens, None
+        self.tokens = tokens
+        self.given = None
 
     def get_num_new_matched_tokens(self, request, computed):
         return self.tokens, self.tokens > 0
@@ -129,7 +130,8 @@ class Child:
 
 def multi(*children):
     made = MultiConnector.__new__(MultiConnector)
-    made._connectors, made._requests_to_connector = list(children), {}
+    made._connectors = list(children)
+    made._requests_to_connector = {}
     return made
 
 
@@ -139,7 +141,9 @@ def test_one_connector_loads_and_the_others_hear_of_none():
     class Request:
         request_id = "r"
 
-    first, second, third = Child(0), Child(40), Child(60)
+    first = Child(0)
+    second = Child(40)
+    third = Child(60)
     connector = multi(first, second, third)
 
     assert connector.get_num_new_matched_tokens(Request, 0) == (40, True)

@@ -18,7 +18,8 @@ from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.settings import KvTransferMode
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-P, XID = InstanceId("prefill-0"), RequestId("pdrelay-0123456789abcdef0123456789abcdef-r1")
+P = InstanceId("prefill-0")
+XID = RequestId("pdrelay-0123456789abcdef0123456789abcdef-r1")
 TRANSFER = TransferId("xfer-fedcba9876543210fedcba9876543210")
 P_SUFFIX, D_SUFFIX = "-0123abcd", "-89abcdef"  # vLLM adds another one to the id on each engine
 

@@ -51,7 +51,8 @@ def allocate(blocks, request, computed, end):
 @pytest.mark.parametrize("beyond", [1, 15, 16, 17, 100])
 def test_after_a_hit_a_load_gets_a_block_of_its_own(hit, beyond):
     """Not the one that was hit, which other requests share; and the next token is computed from what was loaded."""
-    blocks, computed = manager(), hit * SIZE + beyond
+    blocks = manager()
+    computed = hit * SIZE + beyond
     (shared,) = blocks.block_pool.get_new_blocks(1)
     found = [blocks._null_block] * (hit - 1) + [shared]
     blocks.add_local_computed_blocks("d", found, hit * SIZE, beyond)
@@ -73,7 +74,8 @@ def test_after_a_hit_a_load_gets_a_block_of_its_own(hit, beyond):
 def test_a_prompts_last_state_is_in_the_block_that_is_lent(tokens, step, hit, checkpoints):
     """Whatever the steps, a hit at the beginning, and blocks that keep a state within a step (Mamba 2)."""
     options = {"num_prefill_checkpoint_blocks": checkpoints, "prefill_checkpoint_alignment": checkpoints or None}
-    blocks, computed = manager(**options), hit * SIZE
+    blocks = manager(**options)
+    computed = hit * SIZE
     if hit:
         found = [blocks._null_block] * (hit - 1) + blocks.block_pool.get_new_blocks(1)
         blocks.add_local_computed_blocks("p", found, computed, 0)

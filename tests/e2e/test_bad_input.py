@@ -102,7 +102,8 @@ def test_an_error_keeps_its_shape_in_the_official_client(official_client):
 
 def test_the_official_client_reads_what_the_suite_reads(official_client, reference_answer):
     """All other tests read answers as ``pdrelay prove`` does."""
-    words, common = "copper garden seven letter " * 9, {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
+    words = "copper garden seven letter " * 9
+    common = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
     messages = [{"role": "user", "content": words}]
     stream = official_client.chat.completions.create(messages=messages, stream=True, **common)
     said = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)

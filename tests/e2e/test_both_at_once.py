@@ -16,7 +16,10 @@ from support.greedy_streams import bodies, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(400)]
 
-STREAMS, TOKENS, PROMPTS, PROMPT = 8, 300, 3, 4000
+STREAMS = 8
+TOKENS = 300
+PROMPTS = 3
+PROMPT = 4000
 LEASE_S = 5  # nobody comes for what is lent here
 CHUNKS = (256, 1024, 4096)  # --max-num-batched-tokens: what vLLM computes in one step
 ATTEMPTS = 3  # at small steps: a busy machine may keep an engine from its core for as long as a large one takes
@@ -37,7 +40,8 @@ def engine(fleet, model, chunk):
 
 def prefill(url, seed):
     """Have prompts computed and lent, one after the other, as a router does; return the seconds of each."""
-    dice, took = random.Random(seed), []
+    dice = random.Random(seed)
+    took = []
     for _ in range(PROMPTS):
         body = {
             "model": "tiny",
@@ -73,7 +77,8 @@ def longest_pause(fleet, model, chunk):
     """Return the longest pause of a stream (ms) while prompts are computed; print it, and what belongs to it."""
     with engine(fleet, model, chunk) as spec:
         asked = list(bodies(STREAMS, TOKENS, seed=4, salt="both"))
-        quiet, took = run(spec.base_url, asked), []
+        quiet = run(spec.base_url, asked)
+        took = []
         busy = run(spec.base_url, asked, lambda: took.extend(prefill(spec.base_url, 7)), behind=20)
     assert [one.verdict(other) for one, other in zip(busy, quiet, strict=True)] == ["right"] * STREAMS
     longest = [1000 * max(one.longest_s for one in streams) for streams in (quiet, busy)]

@@ -58,7 +58,9 @@ def complete(spec, rank, prompt, params, tokens):
 
 def test_each_rank_loads_from_each(pair, reference):
     before = by_rank(pair.d, "loads")
-    texts, expected, engines = [], [], set()
+    texts = []
+    expected = []
+    engines = set()
     for p_rank, d_rank in product(range(RANKS), repeat=2):
         prompt = prompt_of(10 * p_rank + d_rank + 1, 150)
         params = complete(pair.p, p_rank, prompt, OPEN, 1)["kv_transfer_params"]

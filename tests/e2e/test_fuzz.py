@@ -17,7 +17,8 @@ from support.questions import Question, Shape, ask, client, differences
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-AT_ONCE, ROUNDS = 20, (10, 100)
+AT_ONCE = 20
+ROUNDS = (10, 100)
 PATIENCE = 20  # s; a client that waits for longer hangs up, which must not hurt either
 GROWTH = 12 << 20  # bytes of the router, from the middle to the end: what it keeps for the largest bodies in flight
 

@@ -54,7 +54,8 @@ def pair(fleet, model, tmp_path_factory):
 
 def loaded(pair):
     """Return the prompt tokens whose KV the decode engine has got from elsewhere."""
-    url, extensions = f"{pair.d.address}/metrics", {"sni_hostname": NAME}
+    url = f"{pair.d.address}/metrics"
+    extensions = {"sni_hostname": NAME}
     with httpx.Client(verify=pair.trusting, trust_env=False) as client:
         text = client.get(url, extensions=extensions, timeout=30).text
     return values(text).get(LOADED, 0.0)

@@ -127,7 +127,9 @@ def words(model):
 
 def says(url, words, seed, *, stream, first=FIRST, later=LATER, answer=ANSWER, counted=None):
     """Hold a chat over a router, or with one engine; ``counted`` gets the tokens of the conversation so far."""
-    dice, answers, messages = random.Random(seed), [], []
+    dice = random.Random(seed)
+    answers = []
+    messages = []
     for _ in range(TURNS):
         text = "".join(dice.choices(list(words.values()), k=later if answers else first))
         messages.append({"role": "user", "content": text})
@@ -195,7 +197,8 @@ def test_hardly_a_token_is_computed_twice(both, routers, words, chats):
     sizes = {"first": 600, "later": 260, "answer": 240}
     seeds = range(10 * chats, 11 * chats)
     alone = [says(both.d1.base_url, words, seed, stream=seed % 2 == 1, **sizes) for seed in seeds]
-    new, answers = 0, []
+    new = 0
+    answers = []
     with Watch(both.p0) as p, Watch(both.d0) as d:
         for seed in seeds:
             counted = []

@@ -103,7 +103,10 @@ def test_what_the_router_knows_of_chats_is_what_is_cached(pair, start_router):
     """
     keys = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
     asked = Asked(start_router("router-chats", [pair[Role.PREFILL]], [pair[Role.DECODE]], args=ARGS, env=keys), pair)
-    dice, chats, split, alone = random.Random("chats"), [[] for _ in range(4)], [], []
+    dice = random.Random("chats")
+    chats = [[] for _ in range(4)]
+    split = []
+    alone = []
     hits = {"events": [], "events_and_sent": []}  # by how it is known: tokens by the router, and by vLLM
     for turn in range(3):
         for chat in chats:

@@ -156,15 +156,18 @@ def test_engines_are_both_at_the_same_time(fleet_of, start_router):
 
 def test_the_router_dies_in_the_middle(fleet_of, start_router):
     """Clients lose their connections, and nothing of what they have got is wrong; the engines keep nothing for it."""
-    count, env = 8, {"ADMIN_API_KEY": ADMIN_KEY}
+    count = 8
+    env = {"ADMIN_API_KEY": ADMIN_KEY}
     name = f"router-move-{fleet_of.mode}-dies"
     command = router_command(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
-    child, url = fleet_of.fleet.start(command), base_url(command)
+    child = fleet_of.fleet.start(command)
+    url = base_url(command)
     fleet_of.fleet.wait_ready([child], timeout_s=30)
     wait_until(
         lambda: all(one["connector"] for one in rows(url).values()), seconds=30, what="the router knows all engines"
     )
-    asked, salt = list(bodies(count, 500, seed=6, salt="dies")), "alone 6"
+    asked = list(bodies(count, 500, seed=6, salt="dies"))
+    salt = "alone 6"
     expected = run(fleet_of.p0.base_url, bodies(count, 500, seed=6, salt=salt))
 
     def drain():

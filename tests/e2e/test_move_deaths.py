@@ -23,7 +23,9 @@ from support.victims import HELD, Victim
 # Each test takes 80,000 tokens of two cores, and most an engine's start.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(900)]
 
-STREAMS, TOKENS, BEHIND = 40, 2000, 100
+STREAMS = 40
+TOKENS = 2000
+BEHIND = 100
 LEASE = 30  # s; kv_lease_duration
 ENV = {"ADMIN_API_KEY": ADMIN_KEY}
 
@@ -67,7 +69,8 @@ def open_router(engines, name):
     """Yield a router, 1P2D, and its URL; it ends with the block, for its probes would load the machine."""
     name = f"router-deaths-{engines.mode}-{name}"
     command = router_command(name, [engines.p.spec], [engines.d.spec, engines.e.spec], args=MOVES, env=ENV)
-    child, url = engines.fleet.start(command), base_url(command)
+    child = engines.fleet.start(command)
+    url = base_url(command)
     engines.fleet.wait_ready([child], timeout_s=30)
     wait_known(url)
     try:
@@ -141,7 +144,8 @@ def test_the_engine_that_drains_is_frozen(engines, expected, router, moved):
             engines.d.thaw()
 
     streams = all_at(router, "decode-0", "decode-1", asked(f"frozen {moved}"), drain, behind=BEHIND)
-    found, moves = verdicts(streams, expected), moved_streams(router)
+    found = verdicts(streams, expected)
+    moves = moved_streams(router)
     said(engines, f"D1 frozen behind {moved} moves", found, moves, took[0], *engines.all)
 
     assert found == {"right": STREAMS}
@@ -160,7 +164,8 @@ def test_the_prefill_engine_dies(engines, expected, router):
         took.append(time.monotonic() - start)
 
     streams = all_at(router, "decode-0", "decode-1", asked("p dies"), drain, behind=BEHIND)
-    found, moves = verdicts(streams, expected), moved_streams(router)
+    found = verdicts(streams, expected)
+    moves = moved_streams(router)
     said(engines, "P killed", found, moves, took[0], engines.d, engines.e)
 
     assert found == {"right": STREAMS}
@@ -175,7 +180,8 @@ def test_the_target_dies(engines, expected, router):
         engines.e.kill()
 
     streams = all_at(router, "decode-0", "decode-1", asked("target dies"), drain, behind=BEHIND)
-    found, moves = verdicts(streams, expected), moved_streams(router)
+    found = verdicts(streams, expected)
+    moves = moved_streams(router)
     said(engines, "D2 killed", found, moves, None, engines.p, engines.d)
 
     assert found.keys() <= {"right", "honest"}

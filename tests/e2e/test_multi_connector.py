@@ -41,7 +41,8 @@ def is_thorough(test, params):
 @pytest.fixture(scope="module", params=TransferMode, ids=lambda mode: mode.value)
 def pair(request, fleet, model, reference, tmp_path_factory):
     """Ours is first on P in pull and first on D in push. One of four goes without the entry point, by its path."""
-    mode, specs = request.param, {}
+    mode = request.param
+    specs = {}
     for role, ours_first in ((Role.PREFILL, mode is TransferMode.PULL), (Role.DECODE, mode is TransferMode.PUSH)):
         by_path = (role, mode) == (Role.PREFILL, TransferMode.PULL)
         spec = engine_spec(

@@ -118,7 +118,8 @@ def test_chats_are_right_and_the_tier_of_p_spares_what_its_cache_has_evicted(
     """The KV of all turns moves from P to D, unless D's tier is listed first: then D computes what its tier lacks."""
     p, d = (getattr(engines, name) for name in pair)
     chats, (at_p, at_d) = hold(open_router(p, d, mode), words, [p, d])
-    turns, new = CHATS * (TURNS - 1), sum(sum(chat.new[1:]) for chat in chats)
+    turns = CHATS * (TURNS - 1)
+    new = sum(sum(chat.new[1:]) for chat in chats)
     print(f"\n{'-'.join(pair)}, {mode}: prompts of {sum(sum(chat.prompts[1:]) for chat in chats)} tokens, {new} new")
     for name, watch in (("P", at_p), ("D", at_d)):
         moved = {key: int(said_of(watch, key)) for key in (COMPUTED, LOADS, SKIPPED, STORED, LOADED)}
@@ -143,8 +144,12 @@ def test_chats_are_right_and_the_tier_of_p_spares_what_its_cache_has_evicted(
 @pytest.mark.parametrize("name", ["p", "p_tier"])
 def test_a_p_that_is_back_loads_from_files_what_it_had_computed(engines, open_router, words, alone, name):
     """It was killed, not asked to end: what is in files, is there for whoever comes."""
-    p, d = getattr(engines, name), engines.d
-    url, chat, computed, read = open_router(p, d), Chat(words, 0, salt()), [], []
+    p = getattr(engines, name)
+    d = engines.d
+    url = open_router(p, d)
+    chat = Chat(words, 0, salt())
+    computed = []
+    read = []
     for turn in range(TURNS):
         if turn == TURNS - 1:
             are_at_rest(p)
@@ -169,7 +174,8 @@ def test_a_p_that_is_back_loads_from_files_what_it_had_computed(engines, open_ro
 def test_nothing_is_held_for_clients_that_leave(engines, open_router, reference_answer, mode):
     """Before the first token and after it, of prompts that no cache has, and of those that only P's tier has."""
     p, d = (getattr(engines, name) for name in BOTH)
-    url, dice = open_router(p, d, mode), random.Random(str(mode))
+    url = open_router(p, d, mode)
+    dice = random.Random(str(mode))
     prompts = [[dice.randrange(10, 500) for _ in range(400)] for _ in range(8)]  # more than P's cache
     place = urlsplit(url)
     router = SimpleNamespace(host=place.hostname, port=place.port)
@@ -187,7 +193,8 @@ def test_nothing_is_held_for_clients_that_leave(engines, open_router, reference_
 def test_p_holds_nothing_for_a_d_that_dies(engines, open_router, reference, mode):
     """In the middle of its answers; when it is back, all is as before."""
     p, d = (getattr(engines, name) for name in BOTH)
-    url, asked = open_router(p, d, mode), list(bodies(6, 150, seed=5, salt=f"dies {mode}"))
+    url = open_router(p, d, mode)
+    asked = list(bodies(6, 150, seed=5, salt=f"dies {mode}"))
     expected = run(reference.base_url, asked)
     streams = run(url, asked, d.kill, behind=5)
     found = Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True))

@@ -32,7 +32,8 @@ SLOW_MB_PER_S = 2.0  # the KV of a prompt of 200 tokens has 0.8 MB
 def autos(fleet, model):
     """2P2D: d0 reads slowly, and p1 writes slowly."""
     slow_ways = {"p0": None, "p1": "WRITE", "d0": "READ", "d1": None}
-    specs, children = {}, []
+    specs = {}
+    children = []
     for name, way in slow_ways.items():
         specs[name] = engine_spec(
             f"auto-{name}",
@@ -69,7 +70,8 @@ def test_each_pair_gets_the_faster_way(autos, start_router, reference_answer):
     url = start_router("router-auto", prefill, decode, args=args, env=env)
     wait_until(lambda: are_known(url), seconds=30, what="the router has seen that all engines can do either")
 
-    wrong, asked = {}, 0
+    wrong = {}
+    asked = 0
     with Watch(autos.d0) as d0, Watch(autos.d1) as d1, client(url) as api:
         deadline = time.monotonic() + 120
         while asked < 16 or not settled(url):

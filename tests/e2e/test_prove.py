@@ -134,7 +134,9 @@ def test_images_are_compared(prove, fleet, tmp_path):
 @contextmanager
 def descendants():
     """Collect the processes that are started in the block, by whichever process of ours."""
-    own, found, is_over = psutil.Process(), set(), threading.Event()
+    own = psutil.Process()
+    found = set()
+    is_over = threading.Event()
     before = set(own.children(recursive=True))
 
     def look():

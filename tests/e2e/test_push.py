@@ -164,7 +164,8 @@ def test_a_decode_engine_that_waits_sleeps(pushing):
         answer = pool.submit(push, p, d, ids(prompt_of(51, 700)), where, prefill_after=may_begin)
         try:
             wait_until(lambda: metrics(d)[BORROWING] == 1, seconds=20, what="D waits")
-            before, start = cpu_seconds(pushing.decode_pid), time.monotonic()
+            before = cpu_seconds(pushing.decode_pid)
+            start = time.monotonic()
             time.sleep(5)
             used = (cpu_seconds(pushing.decode_pid) - before) / (time.monotonic() - start)
             with client(d.base_url) as api:  # and it wakes when somebody else asks

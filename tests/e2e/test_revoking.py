@@ -35,9 +35,11 @@ def crowded(fleet, model):
 
 def test_a_prefill_that_lacks_blocks_gets_those_that_nobody_reads(crowded, engines, reference):
     """The oldest lease goes after a second; its decode engine computes the prompt itself, the others load theirs."""
-    d, prompts = engines.d0, [prompt_of(number, 700) for number in range(300, 304)]
+    d = engines.d0
+    prompts = [prompt_of(number, 700) for number in range(300, 304)]
     offers = [prefill(crowded, prompt) for prompt in prompts[:3]]
-    before, loads = metrics(crowded), metrics(d)[LOADS]
+    before = metrics(crowded)
+    loads = metrics(d)[LOADS]
     assert before.get(REVOKED, 0.0) == 0.0
     start = time.monotonic()
     offers.append(prefill(crowded, prompts[3]))

@@ -59,7 +59,8 @@ def serving(url):
 
 def ask_until(url, is_over, most_s):
     """Ask at a steady rate until something is so; return all streams at their end."""
-    streams, asked = [], bodies()
+    streams = []
+    asked = bodies()
 
     async def scene():
         end = time.monotonic() + most_s
@@ -82,7 +83,8 @@ def test_an_engine_turns_by_measured_numbers(engines, start_router):
     """One P has more prompts than it computes, two D have little to do: one becomes P, and no request is lost."""
     url = start_router("router-roles", engines[:1], engines[1:], args=ARGS, env={"ADMIN_API_KEY": ADMIN_KEY})
     before = serving(url)
-    began, turned = time.monotonic(), []
+    began = time.monotonic()
+    turned = []
 
     def is_over():
         if not turned and serving(url) == {"prefill": 2, "decode": 1}:

@@ -136,7 +136,10 @@ def test_each_of_several_prompts_goes_over_two_legs(mode, kind, one_pair, engine
         return said, {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
     def streamed(url):
-        texts, tokens, ends, usage = {}, {}, {}, {}
+        texts = {}
+        tokens = {}
+        ends = {}
+        usage = {}
         lines = post(url, "/v1/completions", asked | STREAMED).text.splitlines()
         assert [line for line in lines if line][-1] == "data: [DONE]"
         for line in lines:

@@ -107,7 +107,8 @@ def test_equal(row, gang, single):
 
 
 def check_equal(row, gang, single):
-    pair, (p, d) = gang.pair(row), (SHAPES[name] for name in ROWS[row])
+    pair = gang.pair(row)
+    (p, d) = (SHAPES[name] for name in ROWS[row])
     asked = random_questions(LENGTHS, seed=f"{row} {gang.mode}")
     again = [ids(asked[i].prompt[:290] + asked[2].prompt) for i in (8, 9)]
     rnd = random.Random(f"more {row} {gang.mode}")

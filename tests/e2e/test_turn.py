@@ -34,7 +34,8 @@ def fleet_of(request, fleet, model):
 @pytest.fixture
 def router(fleet_of, start_router, request):
     """1P2D: a is P."""
-    env, name = {"ADMIN_API_KEY": ADMIN_KEY}, request.node.name.split("[")[0][5:]
+    env = {"ADMIN_API_KEY": ADMIN_KEY}
+    name = request.node.name.split("[")[0][5:]
     url = start_router(
         f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=MOVES, env=env
     )

@@ -164,7 +164,8 @@ def test_the_engine_that_turns_dies(engines, expected, router):
 
 def test_the_router_dies(engines, expected, tmp_path):
     """Clients lose their connections, and nothing they have got is wrong; another router of the store ends the turn."""
-    args, name = (*MOVES, "--store", f"file:{tmp_path / 'store'}"), f"router-moves-{engines.mode}-dies"
+    args = (*MOVES, "--store", f"file:{tmp_path / 'store'}")
+    name = f"router-moves-{engines.mode}-dies"
     a, *others = engines.specs
     routers = []
     try:

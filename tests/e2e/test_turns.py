@@ -41,7 +41,8 @@ class Chats:
 
     def hold(self, words, seed, engines=()):
         """Hold a chat; ``engines``: those that may compute for it."""
-        dice, said = random.Random(seed), salt()
+        dice = random.Random(seed)
+        said = salt()
         messages = []
         with ExitStack() as stack:
             watches = [stack.enter_context(Watch(engine)) for engine in engines]
@@ -69,7 +70,10 @@ class Chats:
             "stream_options": {"include_usage": True},
             "allowed_token_ids": list(words),
         }
-        text, seconds, tokens, start = "", None, 0, time.perf_counter()
+        text = ""
+        seconds = None
+        tokens = 0
+        start = time.perf_counter()
         with client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200, answer.read()
             self.alone += "cached_prompt" in answer.headers.get("server-timing", "")

@@ -57,7 +57,8 @@ class Up:
         self.ports = free_ports(4)
         flags = ("--port", "--prefill-port", "--decode-port", "--side-channel-port")
         chosen = [text for flag, port in zip(flags, self.ports, strict=True) for text in (flag, str(port))]
-        self.url, self._output = f"http://127.0.0.1:{self.ports[0]}", folder / "output"
+        self.url = f"http://127.0.0.1:{self.ports[0]}"
+        self._output = folder / "output"
         self._environment = {**os.environ, "ADMIN_API_KEY": "only-for-this-test", "PYTHONUNBUFFERED": "1"}
         argv = [sys.executable, "-m", "pdrelay_proxy.cli", "up", "--kv-events", *chosen, "--model", str(model)]
         with self._output.open("w") as output:

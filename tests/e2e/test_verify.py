@@ -43,7 +43,8 @@ def is_thorough(test, params):
 @pytest.fixture(scope="module", params=TransferMode, ids=lambda mode: mode.value)
 def spoilt(request, fleet, model):
     """Two prefill engines, of which one takes checksums of all blocks, and a decode engine."""
-    common, mode = {"mode": request.param}, request.param.value
+    common = {"mode": request.param}
+    mode = request.param.value
     sampled = {"verify_share": 1, "verify_blocks": ALL_BLOCKS}
     specs = {
         "blind": spoiling(f"blind-{mode}", model, role=Role.PREFILL, **common),

@@ -31,7 +31,8 @@ def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, r
     prompts = [prompt_of(7), prompt_of(8)]
     with Watch(d) as watch:
         texts = [text_of(decode(d, prompt, prefill(p, prompt))) for prompt in prompts]
-    log, labels = ours.log.read_text(), [engine_label(spec) for spec in (p, d)]
+    log = ours.log.read_text()
+    labels = [engine_label(spec) for spec in (p, d)]
     fleet.stop(other, ours)
 
     assert texts == [reference_answer(ids(prompt)).text for prompt in prompts]

@@ -155,7 +155,9 @@ def check_only_slow(try_once, *rows, most_ms=2 * SLOW_MS):
     A busy machine adds to any row, but what goes into a wrong row goes there in each attempt. The same holds for the
     sum. ``try_once`` is given the attempt's number, and returns what the router shows and what the client waited.
     """
-    least, off, seen = {}, inf, []
+    least = {}
+    off = inf
+    seen = []
     for attempt in range(ATTEMPTS):
         found, waited = try_once(attempt)
         took = inner_ms(found)
@@ -257,7 +259,8 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
 
 def test_a_busy_prefill_engine_shows_in_the_rows_of_its_queue_and_its_steps(pair):
     """Two prompts are computed for four seconds. Another one comes meanwhile, and steps are full until then."""
-    long, short = [[first + number % 300 for number in range(1990)] for first in (21, 22)], [23] * 400
+    long = [[first + number % 300 for number in range(1990)] for first in (21, 22)]
+    short = [23] * 400
     with ThreadPoolExecutor() as pool:
         first, _ = [pool.submit(ask, pair.router, prompt) for prompt in long]
         wait_until(lambda: metrics(pair.prefill).get(RUNNING, 0) > 0, seconds=30, what="P computes a prompt")
@@ -421,7 +424,8 @@ def test_slow_writes_show_in_the_rows_of_both_engines(pair):
 
 def are_slow_writes(pair, prompt):
     """Whether all that P does beside writing took much less, while D stood still."""
-    valve, answers = pair.prefill_valve, pair.prefill_valve.seen[Passing.ANSWER]
+    valve = pair.prefill_valve
+    answers = pair.prefill_valve.seen[Passing.ANSWER]
     valve.hold(Passing.REQUEST)
     with ThreadPoolExecutor() as pool:
         try:

@@ -185,7 +185,8 @@ def seconds(pattern, text):
 def test_a_router_has_time_to_drain_and_an_engine_too():
     """systemd kills what takes longer."""
     router, engine = directives("pdrelay-router.service"), directives("pdrelay-engine@.service")
-    settings, script = (FOLDER / "pdrelay-router.toml").read_text(), (EXAMPLES / "engine.sh").read_text()
+    settings = (FOLDER / "pdrelay-router.toml").read_text()
+    script = (EXAMPLES / "engine.sh").read_text()
     ending = seconds(r"drain_grace_s = (\d+)", settings) + seconds(r"shutdown_timeout_s = (\d+)", settings)
     leaving = seconds(r"DRAIN_S:-(\d+)", script) + seconds(r"--shutdown-timeout (\d+)", script)
 

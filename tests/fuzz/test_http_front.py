@@ -46,7 +46,8 @@ class Wrong(Exception):
 
 def bodies_of(stream):
     """Return the bodies of all requests that stand in a stream before the first thing that is wrong."""
-    found, left = [], stream
+    found = []
+    left = stream
     with suppress(Wrong):
         while left:
             while left.startswith(b"\r\n"):
@@ -99,7 +100,8 @@ def unchunked(left):
         end = int(size, 16)
         if left[end : end + 2] != b"\r\n":
             raise Wrong
-        body, left = body + left[:end], left[end + 2 :]
+        body = body + left[:end]
+        left = left[end + 2 :]
     while True:
         line, mark, left = left.partition(b"\r\n")
         if not mark:
@@ -164,13 +166,15 @@ class Case:
         return b"\r\n".join([*lines, b"", b""]) + body
 
     def chunked(self, body):
-        rng, found = self.rng, b""
+        rng = self.rng
+        found = b""
         while body:
             size = rng.choice((1, 2, 7, 50, len(body)))
             piece, body = body[:size], body[size:]
             found += b"%x%b\r\n%b\r\n" % (len(piece), rng.choice((b"",) * 6 + (b";a", b";a=b", b' ;a="b"')), piece)
             if len(found) > 20_000:
-                found, body = found + b"%x\r\n%b\r\n" % (len(body), body) if body else found, b""
+                found = found + b"%x\r\n%b\r\n" % (len(body), body) if body else found
+                body = b""
         return found + b"0\r\n" + b"".join(rng.sample(TRAILERS, rng.choice((0, 0, 0, 1, 3)))) + b"\r\n"
 
     def mutated(self, stream):
@@ -267,13 +271,18 @@ def rss_of(pid):
 
 def test_nothing_but_requests_reaches_an_engine(tmp_path):
     """No crash, no bug in the log, no hang, no growth; and no prompt that the strict parser does not find."""
-    engines, count, before, allowed = sims(), 0, None, deque(maxlen=30)
+    engines = sims()
+    count = 0
+    before = None
+    allowed = deque(maxlen=30)
     with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
         flags = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0", "--log-level", "warning")
         limits = ("--receive-timeout", str(HEAD_S))
         with router_processes(tmp_path, 1, *flags[:-2], *limits) as (router,):
-            port, pid = int(router.url.rpartition(":")[2]), router.child.pid
-            watched, over = Watched(port), threading.Event()
+            port = int(router.url.rpartition(":")[2])
+            pid = router.child.pid
+            watched = Watched(port)
+            over = threading.Event()
             watching = threading.Thread(target=watched.run, args=(over,))
             watching.start()
             try:
@@ -284,7 +293,8 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path):
                     assert not got or re.match(rb"HTTP/1\.1 [1-5][0-9][0-9] ", got), (SEED, count, case.stream)
                     allowed.append(prompts_of(case.stream))
                     for sim in engines.values():
-                        log, sim.log[:] = list(sim.log), []
+                        log = list(sim.log)
+                        sim.log[:] = []
                         for entry in log:
                             check(entry, case, allowed)
                     count += 1

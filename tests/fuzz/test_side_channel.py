@@ -74,7 +74,8 @@ class Engine:
                 self.link, peers, lease_renewer, counters, (rank_info("p0"),), timeout=5.0, peer_timeout=1.0
             )
         else:
-            workers, slots = WorkerLinks(self.link, tokens), Slots[PartId]([8])
+            workers = WorkerLinks(self.link, tokens)
+            slots = Slots[PartId]([8])
             staging_coordinator = StagingCoordinator(
                 self.link, lease_manager, counters, workers, slots, blocks=64, read_timeout=5.0
             )
@@ -99,10 +100,13 @@ def test_whatever_comes_the_side_channel_serves_engines(mode):
     """Strangers and engines gone mad: the thread lives, memory and descriptors stay, and an engine is met in time."""
     chance = random.Random(f"{SEED} {mode}")
     print(f"seed {SEED}")
-    engine, process = Engine(mode), psutil.Process()
+    engine = Engine(mode)
+    process = psutil.Process()
     engine.runner.start()
     try:
-        end, base, rounds = time.monotonic() + SECONDS, None, 0
+        end = time.monotonic() + SECONDS
+        base = None
+        rounds = 0
         while time.monotonic() < end:
             engine.grant(RequestId("a"))
             chance.choice([raw, tls_only, strange, mad])(chance, engine.address)
@@ -165,7 +169,8 @@ def tls_only(chance, address):
 @contextlib.contextmanager
 def tls(address):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     sock = socket.create_connection(address, 5.0)
     try:
         sock = context.wrap_socket(sock)

@@ -32,7 +32,8 @@ class Decode(Sim):
 
     def __init__(self):
         super().__init__("decode")
-        self.counts, self.cold = LOADED, 0
+        self.counts = LOADED
+        self.cold = 0
 
     @property
     def came(self):
@@ -104,7 +105,8 @@ def tested(script, capsys):
 
 def test_both_legs_and_their_kv_are_shown(release):
     """By the pod's own command, in words that name the engines."""
-    c, own = pod(), [f"--router=http://{release[0]}", f"--decode={release[1]}", "--model=sim"]
+    c = pod()
+    own = [f"--router=http://{release[0]}", f"--decode={release[1]}", "--model=sim"]
     argv = [sys.executable, *c["command"][1:], *c["args"], *own]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
 
@@ -176,7 +178,8 @@ def test_who_is_not_there_is_named(release, tested):
 
 def test_engines_that_start_are_waited_for(release, engines, tested):
     """Models load for minutes, and the test may be run at once: here the first try gets no KV, the second does."""
-    engine, seen = engines[2], len(engines[2].log)
+    engine = engines[2]
+    seen = len(engines[2].log)
     engine.cold = engine.came + 1
     code, said = tested(release, seconds=10)
     engine.cold = 0
@@ -242,7 +245,8 @@ def test_its_prompt_is_one_that_the_router_splits(engines, tested):
 
 def test_decode_engines_behind_https_are_asked_by_the_name_of_all(tested, tmp_path):
     """By their IPs, which no certificate has; a stranger's numbers count for nothing, and it says why."""
-    authority, decode = Authority(tmp_path, "authority"), Decode()
+    authority = Authority(tmp_path, "authority")
+    decode = Decode()
     ours, client = authority.sign("ours", "DNS:r-pdrelay-engines.ns.svc"), authority.sign("client")
     asks = {"ssl_certfile": ours.cert, "ssl_keyfile": ours.key, "ssl_ca_certs": authority.own.cert, "ssl_cert_reqs": 2}
     values = {"engineTls": {"secretName": "e", "clientSecretName": "c", "requireClientCertificates": True}}

@@ -114,7 +114,9 @@ def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, 
 @pytest.mark.parametrize("length", [22, 23, 28, 29, 40, 53])
 def test_a_long_release_is_told_that_its_pods_would_have_too_long_names(length, helm):
     """Its name is that of the set, of its LeaderWorkerSets, and of what these make; a label has 63 characters."""
-    chart, release, values = Chart(), "r" * length, SET | {"prefill": LWS, "decode": LWS}
+    chart = Chart()
+    release = "r" * length
+    values = SET | {"prefill": LWS, "decode": LWS}
     if length > 22:
         with pytest.raises(Refused, match="more than 30 characters: pods would be called by too long names"):
             chart.text(values, release=release, helm=helm)

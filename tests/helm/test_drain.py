@@ -38,7 +38,8 @@ class InMemory(Engine):
 
     def __init__(self, *answers, later_s=0.0):
         super().__init__(*answers)
-        self.now, self._later_s = 0.0, later_s
+        self.now = 0.0
+        self._later_s = later_s
 
     def open(self, _, *, patience_s):
         text = self.text()

@@ -138,7 +138,8 @@ def test_engines_outside_of_the_release_may_have_authorities_of_their_own():
     }
     objects = Chart().objects(values)
     template = templates(router(objects))[0]
-    args, volumes = container(template)["args"], {one["name"]: one for one in template["spec"]["volumes"]}
+    args = container(template)["args"]
+    volumes = {one["name"]: one for one in template["spec"]["volumes"]}
 
     assert complaints(objects) == []
     assert flag(args, "--engine-server-name") == "engines.corp.example"

@@ -156,7 +156,8 @@ def test_routers_read_the_keys_of_operators_and_engines_from_files(helm):
     """The kubelet renews a file; an environment stays as it was until the pod ends."""
     keys = {"engine": {"apiKey": {"secretName": "e"}}, "router": {"adminKey": {"secretName": "a"}}}
     (template,) = templates(router(Chart().objects(keys, helm=helm)))
-    one, volumes = container(template), {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    one = container(template)
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in one["volumeMounts"]}
 
     for name, secret in (("admin", "a"), ("prefill-api", "e"), ("decode-api", "e")):

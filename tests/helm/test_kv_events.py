@@ -41,7 +41,8 @@ def test_routers_follow_the_engines_behind_their_key(enabled):
     assert (flags["--kv-events"], flags["--prefill-policy"], flags["--decode-policy"]) == ("auto", "prefix", "prefix")
     for role in ROLES:
         template = templates(pool(objects, role))[0]
-        engine, (made,) = container(template), template["spec"]["initContainers"]
+        engine = container(template)
+        (made,) = template["spec"]["initContainers"]
         config = json.loads(flag(engine["args"], "--kv-events-config"))
         folder = made["command"][-1]
 

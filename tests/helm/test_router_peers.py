@@ -20,7 +20,8 @@ def arguments(objects):
 def test_several_routers_share_their_load(values):
     """A name leads to all of them, ready or not; the port is open to each other alone."""
     objects = Chart().objects({"router": values})
-    args, pod = arguments(objects), container(templates(router(objects))[0])
+    args = arguments(objects)
+    pod = container(templates(router(objects))[0])
     service = one(objects, "Service", "r-pdrelay-router-peers")
     policy = one(objects, "NetworkPolicy", "r-pdrelay-router")
 

@@ -155,7 +155,8 @@ def test_engines_of_any_user_write_only_to_their_volumes(helm, user, cache):
     values = {"prefill": closed, "decode": closed, "cache": {"type": cache}}
     for role in ROLES:
         (template,) = templates(pool(Chart().objects(values, helm=helm), role))
-        found, volumes = env(template), {v["name"]: v for v in template["spec"]["volumes"]}
+        found = env(template)
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         writable = [m["mountPath"] for m in container(template)["volumeMounts"] if "emptyDir" in volumes[m["name"]]]
         paths = {name: found[name]["value"] for name in (*WRITTEN, "HOME")}
 

@@ -556,7 +556,8 @@ def test_nobody_is_killed_before_everything_took_as_long_as_it_may(
 def test_an_engine_that_hangs_is_not_drained(case):
     """Its hook would wait for an answer as long as for the longest stream: ten minutes, and an accelerator."""
     for role, template in engine_pods(default(case)):
-        c, whole = container(template), template["spec"]["terminationGracePeriodSeconds"]
+        c = container(template)
+        whole = template["spec"]["terminationGracePeriodSeconds"]
         short = [c[probe]["terminationGracePeriodSeconds"] for probe in ("startupProbe", "livenessProbe") if probe in c]
         assert all(0 < one <= whole / 10 for one in short), role
         assert "terminationGracePeriodSeconds" not in c.get("readinessProbe", {})  # the API refuses it there
@@ -690,7 +691,8 @@ def test_a_router_asks_for_a_core():
 def test_a_model_that_is_downloaded_fits_where_it_goes(case):
     """Two bytes a parameter, by the number in its name; a pod that writes more than it asked for is evicted first."""
     for role, template in engine_pods(default(case)):
-        c, volumes = container(template), {v["name"]: v for v in template["spec"]["volumes"]}
+        c = container(template)
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
         billions = re.search(r"([\d.]+)[bB]\b", c["args"][1])
         if "model" in volumes or not billions:
             continue

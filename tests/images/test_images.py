@@ -152,7 +152,8 @@ def _files(folder):
 @with_pip
 def test_the_router_serves_and_ends_without_writing_a_file(router, tmp_path):
     """Its root is read-only: whatever it wrote to would fail there. It answers, and SIGTERM ends it with 0."""
-    before, (port,) = _files(router), free_ports(1)
+    before = _files(router)
+    (port,) = free_ports(1)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--health-check-interval", "0"]
     with _confined(router, tmp_path, "serve", *flags, "--prefill", "127.0.0.1:9", "--decode", "127.0.0.1:9") as process:
         assert _answered(f"http://127.0.0.1:{port}/ready", process) == 200

@@ -121,7 +121,8 @@ def test_a_package_has_the_same_hashes_in_every_file():
     found = {}
     for file in LOCKED:
         for line in logical(file.read_text()):
-            name, hashes = line.split()[0], frozenset(re.findall(r"sha256:[0-9a-f]{64}", line))
+            name = line.split()[0]
+            hashes = frozenset(re.findall(r"sha256:[0-9a-f]{64}", line))
             found.setdefault(name, {})[file.name] = hashes
     # requirements/torch.txt is written by hand, and has the builds of another index, too.
     unequal = {name: files for name, files in found.items() if len({*files.values()} - {frozenset()}) > 1}

@@ -8,7 +8,8 @@ from support.nixl_process import NixlProcess
 @pytest.fixture
 def start(request):
     """Start processes, all at once, and end them; a module's ``MODE`` says who moves the blocks (default: pull)."""
-    mode, started = getattr(request.module, "MODE", "pull"), []
+    mode = getattr(request.module, "MODE", "pull")
+    started = []
 
     def start(*names, **options):
         new = [NixlProcess(name, mode=mode, **options) for name in names]

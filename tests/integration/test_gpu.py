@@ -86,7 +86,8 @@ def test_bytes_arrive_bit_exact_and_nothing_beside_them_is_touched(pair, moved):
     for name, blocks, into in (("all", ALL, INTO), ("some", ALL[3:40:3], INTO[::5])):
         d.ask("fill", seed=2)
         others = [block for block in ALL if block not in into]
-        before, count = d.ask("digests", blocks=others), min(len(blocks), len(into))
+        before = d.ask("digests", blocks=others)
+        count = min(len(blocks), len(into))
         ended = moved(name, blocks[:count], into[:count])
 
         assert ended.failure == ""
@@ -163,7 +164,8 @@ class Outcomes:
     """A pytest plugin: the outcome of each test, kept in a file that is whole at any time."""
 
     def __init__(self, file):
-        self._file, self._outcomes = Path(file), {}
+        self._file = Path(file)
+        self._outcomes = {}
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid.rpartition("::")[2]
@@ -237,7 +239,8 @@ def main(argv):
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for everything")
     args = parser.parse_args(argv)
     began = time.monotonic()
-    count, about = 0, versions()
+    count = 0
+    about = versions()
     if args.device != "cpu":
         import torch
 
@@ -253,7 +256,8 @@ def main(argv):
     for name, check in checks.items():
         print(f"{check['outcome']:<8} {name}")
     pairs = [("cpu", "cpu")] if devices == ["cpu"] else [("cuda:0", peer) for peer in (*devices, "cpu")]
-    rows, faults = [], [] if code == 0 else [f"the checks ended with exit code {code}: see checks.log"]
+    rows = []
+    faults = [] if code == 0 else [f"the checks ended with exit code {code}: see checks.log"]
     for device, peer in pairs:
         for name in args.transports:
             ucx = variables(name, device) | dict(each.split("=", 1) for each in args.ucx)

@@ -73,7 +73,8 @@ class Engine:
 
 
 def wait(what, poll):
-    ended, until = [], time.monotonic() + 30
+    ended = []
+    until = time.monotonic() + 30
     while not ended:
         assert time.monotonic() < until, f"{what} did not end"
         ended = poll()
@@ -119,7 +120,10 @@ def test_bytes_are_the_same_after_host_memory_on_both_sides(layout):
     buffers = [StagingBuffer(e.caches, e.engine_config.layers, blocks=e.blocks, slots=SLOTS) for e in (p, d)]
     for engine, buffer in zip((p, d), buffers, strict=True):
         engine.join(buffer.tensors, SLOTS + 1)
-    blocks, slots, slots_there, into = [3, 9, 4, 12], [2, 5, 1, 3], [4, 1, 2, 5], [7, 1, 14, 2]
+    blocks = [3, 9, 4, 12]
+    slots = [2, 5, 1, 3]
+    slots_there = [4, 1, 2, 5]
+    into = [7, 1, 14, 2]
     beside = d.kept(d.free(into))
     copy(p, buffers[0], lambda copier: copier.out([blocks], [slots]))
     carry_out(p, d, TokenRange(0, 0, len(slots) * p.block_size, slots, slots_there), pull=True)
@@ -131,7 +135,8 @@ def test_bytes_are_the_same_after_host_memory_on_both_sides(layout):
 
 def copy(engine, buffer, ask):
     """Have a copier do one thing."""
-    device, woken = next(iter(engine.caches.values())).device, threading.Event()
+    device = next(iter(engine.caches.values())).device
+    woken = threading.Event()
     copier = ThreadCopier(buffer, copy_kv_blocks, stream_beside(device), woken.set)
     copier.start()
     try:

@@ -162,7 +162,8 @@ def test_a_call_that_does_not_return_fails_its_loads_and_holds_their_blocks_unti
     p.fill(1)
     for name in ("hangs", "next"):
         p.lend(name)
-    returns, check = threading.Event(), nixl_api.nixl_agent.check_xfer_state
+    returns = threading.Event()
+    check = nixl_api.nixl_agent.check_xfer_state
     monkeypatch.setattr(nixl_api.nixl_agent, "check_xfer_state", lambda *args: returns.wait(60) and check(*args))
     d.order("hangs", p, p.engine)
     assert d.wait("hangs", p)

@@ -64,7 +64,8 @@ def read(theirs, ours):
 def test_with_a_device_nixl_has_no_thread_and_ours_is_bound_before_its_first_call(monkeypatch, transports):
     """Reads end all the same: the bound thread of who is read from answers them."""
     monkeypatch.setenv("UCX_TLS", transports)
-    bound, called = [], set()
+    bound = []
+    called = set()
     monkeypatch.setattr(nixl_api.nixl_agent, "get_new_notifs", noting(nixl_api.nixl_agent.get_new_notifs, called))
     first = Memory(0, None)  # with the process's first agent UCX starts a thread that answers callers
     before = foreign_threads()

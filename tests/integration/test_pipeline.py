@@ -9,7 +9,9 @@ from support.nixl_process import ALL, NixlProcess, same
 
 pytestmark = pytest.mark.nixl
 
-ONE, TWO, THREE = (3,), (1, 2), (1, 1, 1)
+ONE = (3,)
+TWO = (1, 2)
+THREE = (1, 1, 1)
 FROM, INTO = [3, 4, 5, 9, 2], [10, 12, 11, 1, 30]
 
 

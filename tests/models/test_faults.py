@@ -89,8 +89,10 @@ def meets(pair, reference):
     p, d, *_ = pair
 
     def loads():
-        before, prompt = d.now(LOADS), prompt_of(next(fresh))
-        question, params = ids(prompt), prefill(p.spec, prompt)
+        before = d.now(LOADS)
+        prompt = prompt_of(next(fresh))
+        question = ids(prompt)
+        params = prefill(p.spec, prompt)
         with client(d.spec.base_url) as ours, client(reference.base_url) as theirs:
             assert differences(ask(ours, question, kv_transfer_params=params), ask(theirs, question)) == []
         return d.now(LOADS) == before + 1
@@ -142,7 +144,8 @@ def test_frozen_in_the_middle_of_a_transfer(pair, reference):
     p, d, *_ = pair
     prompt = prompt_of(50, 900)
     meets(pair, reference)
-    params, failed = prefill(p.spec, prompt), d.now(lost("lease"))
+    params = prefill(p.spec, prompt)
+    failed = d.now(lost("lease"))
     with ThreadPoolExecutor(1) as pool:
         with p.frozen():
             response = pool.submit(decode, d.spec, prompt, params)
@@ -168,7 +171,8 @@ def test_cut_in_the_middle_of_a_transfer(lab, pair, reference):
     p, d, *_ = pair
     prompt = prompt_of(95, 900)
     meets(pair, reference)
-    params, failed = prefill(p.spec, prompt), d.now(lost("lease"))
+    params = prefill(p.spec, prompt)
+    failed = d.now(lost("lease"))
     lab.limit(1)  # 1 MB takes 9 s
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(decode, d.spec, prompt, params)

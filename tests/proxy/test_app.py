@@ -41,7 +41,8 @@ UNPROBED = Settings(health_check_interval_s=0.0)
 
 async def test_every_pair_serves_and_says_so():
     """Server-Timing tells a client which two engines made its text, and how long each took."""
-    engines, seen = sims(2, 2), set()
+    engines = sims(2, 2)
+    seen = set()
     async with router(engines, UNPROBED) as client:
         for _ in range(4):
             response = await client.post(TEXT[0], json=TEXT[1])
@@ -56,7 +57,8 @@ async def test_every_pair_serves_and_says_so():
 
 async def test_both_legs_have_one_fresh_id_which_the_client_learns():
     """Engines match the halves of a request by it: a client's own id could match another request's half."""
-    engines, ids = sims(), []
+    engines = sims()
+    ids = []
     async with router(engines) as client:
         for _ in range(2):
             response = await client.post(TEXT[0], json=TEXT[1], headers={"X-Request-Id": "mine"})
@@ -89,7 +91,8 @@ async def test_engines_see_only_what_they_should_of_a_clients_headers():
 @pytest.mark.parametrize("named", [{"x-claude-code-session-id": "s"}, {"x-task": "s"}, {"prompt_cache_key": "s"}])
 async def test_a_session_stays_on_its_engines(named):
     """Whatever its client calls it; explain says the same, and other sessions go elsewhere."""
-    engines, headers = sims(4, 4), {name: value for name, value in named.items() if "-" in name}
+    engines = sims(4, 4)
+    headers = {name: value for name, value in named.items() if "-" in name}
     body = TEXT[1] | {name: value for name, value in named.items() if "-" not in name}
     chosen = {"prefill_policy": PolicyName.SESSION, "decode_policy": PolicyName.SESSION, "session_names": ("X-Task",)}
     async with router(engines, replace(UNPROBED, admin_key="a", **chosen)) as client:
@@ -239,7 +242,8 @@ async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
 
 async def test_a_request_by_an_alias_has_both_legs_and_the_models_first_name():
     """One model takes the place of another while clients go on saying the old name: docs/cells.md."""
-    (path, body), names = TEXT, ("new", "old", "chat")
+    (path, body) = TEXT
+    names = ("new", "old", "chat")
     engines = sims(2, 2, model=names[0], aliases=names[1:])
     async with router(engines) as client:
         answers = [await client.post(path, json=body | {"model": name}) for name in names]

@@ -115,13 +115,17 @@ def test_a_client_that_reads_slowly_gets_everything(options):
 
     async def scene():
         async with asked(options, FLOOD, stream=True, write_timeout_s=patience) as (_, _, _, sock):
-            received, reads, longest, piece = 0, 0, 0.0, b"begun"
+            received = 0
+            reads = 0
+            longest = 0.0
+            piece = b"begun"
             read_at = time.monotonic()
             try:
                 while piece and not piece.endswith(b"0\r\n\r\n"):
                     await asyncio.sleep(patience / 3 if reads < 6 else 0)
                     piece = await asyncio.get_running_loop().sock_recv(sock, 300_000)
-                    longest, read_at = max(longest, time.monotonic() - read_at), time.monotonic()
+                    longest = max(longest, time.monotonic() - read_at)
+                    read_at = time.monotonic()
                     received, reads = received + len(piece), reads + 1
             except ConnectionResetError:
                 longest = max(longest, time.monotonic() - read_at)

@@ -12,7 +12,8 @@ def _raised(error, cause):
 
 def test_errors_may_lead_back_to_themselves():
     """Python lets them, and a loop without an end would cost all clients their answers."""
-    first, second = ValueError("first"), OSError("second")
+    first = ValueError("first")
+    second = OSError("second")
     try:
         raise first
     except ValueError:

@@ -26,7 +26,8 @@ def ask(door, found, start):
 def test_idle_connections_leave_their_descriptors_to_others(tmp_path, descriptors, clients):
     """Those to the prefill engines took them all, and decode engines could not be reached."""
     with front(tmp_path, soft=descriptors, hard=descriptors, x=1, y=1, token_s=0.2) as door, ExitStack() as stack:
-        found, start = [], threading.Barrier(clients)
+        found = []
+        start = threading.Barrier(clients)
         threads = [threading.Thread(target=ask, args=(door, found, start)) for _ in range(clients)]
         for thread in threads:
             thread.start()

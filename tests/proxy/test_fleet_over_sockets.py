@@ -36,7 +36,8 @@ async def ask(client, number):
 async def stream(address, number):
     """Ask for a stream on a plain socket (100 of them in httpx take most of a processor); return what is wrong."""
     body = {"prompt": f"question {number}", "max_tokens": 2, "stream": True}
-    raw, host = json.dumps(body).encode(), address.split(":")
+    raw = json.dumps(body).encode()
+    host = address.split(":")
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(*host)

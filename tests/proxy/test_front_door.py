@@ -40,7 +40,9 @@ class Front:
     """A router process and its engines."""
 
     def __init__(self, process, engines, tls):
-        self.process, self.engines, self.tls = process, engines, tls
+        self.process = process
+        self.engines = engines
+        self.tls = tls
         self.port = int(process.url.rpartition(":")[2])
         self.open = partial(RawClient, self.port, tls=tls)
         self.too_late = 0  # connections on which this process has said nothing in time: the machine is busy
@@ -730,7 +732,8 @@ def test_many_prompts_hold_their_common_fields_once(tmp_path):
     """64 prompts with a field of 1 MB, for two legs each: each leg held a copy, and its socket another one."""
     with front(tmp_path, "--max-inflight-bytes", "80000000") as door:
         assert door.serves()
-        before, most = rss(door), 0
+        before = rss(door)
+        most = 0
         fields = {"max_tokens": 2, "user": "u" * 1_000_000}
         body = json.dumps({"prompt": ["x"] * 64, **fields}).encode()
         with probed(door) as probe, door.open() as client:
@@ -797,7 +800,8 @@ class Probe(threading.Thread):
         threads = self.door.process.child.pid, threading.get_native_id()
         with self.door.open() as client:
             while not self.over.is_set():
-                waited, start = sum(map(waited_s, threads)), time.perf_counter()
+                waited = sum(map(waited_s, threads))
+                start = time.perf_counter()
                 assert client.send(request("/health", method="GET")).answer().status == 200
                 took = time.perf_counter() - start
                 self.slowest = max(self.slowest, took)
@@ -859,7 +863,8 @@ def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
             time.sleep(0.2)
         with probed(flooded) as probe:
             assert flood_with(flooded, *FLOODS[flood]) - before < ADMITTED + 16_000_000
-        took, bound = probe.took, max(0.05, 3 * calm.slowest)
+        took = probe.took
+        bound = max(0.05, 3 * calm.slowest)
         if took[len(took) // 2] < 0.05 and took[len(took) * 99 // 100] < bound:
             return
     raise AssertionError(f"/health took {took[len(took) // 2]:.3f} s, 99 % {took[len(took) * 99 // 100]:.3f} s")

@@ -62,7 +62,8 @@ def taken(argv):
 
 def test_haproxy_takes_the_block(tmp_path):
     """With addresses in place of names that only a site's DNS has, and an authority that is there."""
-    haproxy, authority = program("haproxy"), Authority(tmp_path, "ca")
+    haproxy = program("haproxy")
+    authority = Authority(tmp_path, "ca")
     text = block("backend").replace("/etc/ssl/ca.pem", str(authority.own.cert))
     text = re.sub(r"(server \w+) [\w.]+:443", r"\1 127.0.0.1:443", text)
     (tmp_path / "cfg").write_text(HAPROXY + text)

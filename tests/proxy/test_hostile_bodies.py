@@ -42,8 +42,10 @@ def post(router, path, body, content_type="application/json"):
 
 
 def _post(router, path, body, content_type):
-    url, threads = router.url, (router.child.pid, threading.get_native_id())
-    answers, worst = [], 0.0
+    url = router.url
+    threads = (router.child.pid, threading.get_native_id())
+    answers = []
+    worst = 0.0
 
     def send():
         answers.append(httpx.post(url + path, content=body, headers={"content-type": content_type}, timeout=PATIENCE_S))
@@ -52,7 +54,8 @@ def _post(router, path, body, content_type):
     sending.start()
     with httpx.Client() as client:
         while sending.is_alive():
-            waited, began = sum(map(waited_s, threads)), time.monotonic()
+            waited = sum(map(waited_s, threads))
+            began = time.monotonic()
             assert client.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
             took = time.monotonic() - began
             worst = max(worst, took - (sum(map(waited_s, threads)) - waited))

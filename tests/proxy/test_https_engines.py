@@ -25,7 +25,9 @@ class Fleet:
     """Two engines that serve https, and a router process that knows their authority."""
 
     def __init__(self, process, engines, pair):
-        self.process, self.engines, self.pair = process, engines, pair
+        self.process = process
+        self.engines = engines
+        self.pair = pair
 
     def add(self, address):
         body = {"type": "decode", "instance": address}

@@ -71,7 +71,8 @@ def door(folder, *more):
 def test_answers_that_nobody_reads_are_bounded_by_what_the_router_may_hold(tmp_path, path):
     """Twelve of 20 MB were 240 MB, and twice that while they came. One too many is a 503 of the router's own."""
     with door(tmp_path) as front:
-        before, held = rss(front), []
+        before = rss(front)
+        held = []
         with ExitStack() as stack:
             clients = [stack.enter_context(RawClient(front.port)) for _ in range(12)]
             for client in clients:
@@ -91,7 +92,8 @@ def test_an_answer_that_is_still_read_outlives_the_end_of_its_router(tmp_path, k
 
     The kernel sends the end of it, whether the router lives or not, but for what TLS has yet to encrypt.
     """
-    flags, tls = ["--drain-grace", "0", "--shutdown-timeout", "60"], None
+    flags = ["--drain-grace", "0", "--shutdown-timeout", "60"]
+    tls = None
     if kind == "tls":
         authority = Authority(tmp_path, "ca")
         pair = authority.sign("router")

@@ -238,7 +238,8 @@ class Gated(Sim):
 
     def __init__(self):
         super().__init__("decode")
-        self.gate, self.came = asyncio.Event(), 0
+        self.gate = asyncio.Event()
+        self.came = 0
         self.gate.set()
 
     async def __call__(self, scope, receive, send):

@@ -240,7 +240,9 @@ class Saying:
     """An application that writes something else in its answers; their lengths change, so they are sent in chunks."""
 
     def __init__(self, app, old, new):
-        self.app, self.old, self.new = app, old, new
+        self.app = app
+        self.old = old
+        self.new = new
 
     async def __call__(self, scope, receive, send):
         async def changing(message):

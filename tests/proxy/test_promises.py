@@ -59,7 +59,10 @@ class Stage:
     """A router, its engines, and clients."""
 
     def __init__(self, cast, served):
-        self.cast, self.port, self.settled, self.held = cast, served.port, served.settled, served.held
+        self.cast = cast
+        self.port = served.port
+        self.settled = served.settled
+        self.held = served.held
         self.router, self.state = served.router, served.state
         self._writers = []
 
@@ -601,7 +604,9 @@ def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(options, role)
         async with staged(
             {role: (broken_off(0.0),)}, {"prefill": (True, True), "decode": (True, True)}, **options
         ) as stage:
-            loop, lifetime, over = asyncio.get_running_loop(), stage.router.lifetime, []
+            loop = asyncio.get_running_loop()
+            lifetime = stage.router.lifetime
+            over = []
 
             def look():
                 seen.append(lifetime.in_flight)

@@ -396,14 +396,17 @@ def acts(draw, role, streams):
         raw = whole(b"" if status in (204, 304) else body, status=status, kind=kind)
     end = End.KEEP
     if framing == "end" and status not in (204, 304):
-        raw, end = re.sub(rb"content-length: \d+\r\n", b"", raw, count=1), End.CLOSE
+        raw = re.sub(rb"content-length: \d+\r\n", b"", raw, count=1)
+        end = End.CLOSE
     fate = draw(st.integers(0, 23))
     if fate in (20, 21, 22):
         old, new = draw(st.sampled_from(SPOILED))
         # After it nothing may come that could be taken for more of it, or for the next answer.
-        raw, end = raw.replace(old, new, 1), End.CLOSE
+        raw = raw.replace(old, new, 1)
+        end = End.CLOSE
     elif fate in (16, 17, 18):
-        raw, end = raw[: len(raw) * draw(st.integers(0, 999)) // 1000], draw(st.sampled_from([End.CLOSE, End.RESET]))
+        raw = raw[: len(raw) * draw(st.integers(0, 999)) // 1000]
+        end = draw(st.sampled_from([End.CLOSE, End.RESET]))
         return Act((*draw(packets(raw)), BEFORE_A_RESET), end)
     elif fate == 19:  # and does not say so before; a reset would come later, perhaps after the next request
         end = End.CLOSE

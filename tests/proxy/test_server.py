@@ -214,7 +214,9 @@ def test_a_bad_file_is_refused_as_a_whole_and_what_needs_a_restart_is_named(star
 def test_tls_towards_clients_and_towards_engines(start, tmp_path):
     """With certificates that both sides check, and a new one for the router while it serves."""
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    server, client, router = ours.sign("server"), ours.sign("client"), theirs.sign("router")
+    server = ours.sign("server")
+    client = ours.sign("client")
+    router = theirs.sign("router")
     engine = theirs.sign("engine")
     mutual = {"ssl_certfile": engine.cert, "ssl_keyfile": engine.key, "ssl_ca_certs": theirs.own.cert}
     engines = sims()

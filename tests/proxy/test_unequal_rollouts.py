@@ -95,7 +95,10 @@ CASES += [("least_loaded", *ROLLOUTS[0]), ("session", *ROLLOUTS[0]), ("prefix", 
 @pytest.mark.slow  # twenty engines come and go under each policy
 async def test_no_request_fails_no_pair_is_mixed_and_no_engine_gets_far_more_than_its_share(policy, sizes, startups):
     """One pod after the other, with requests while it comes, while its predecessor goes, and in between."""
-    timings, calms, windows, gone = [], [], [], 0
+    timings = []
+    calms = []
+    windows = []
+    gone = 0
     settings = replace(OPEN, prefill_policy=PolicyName(policy), decode_policy=PolicyName(policy))
     async with router(sims(*(2 * size for size in sizes)), settings) as client:
         fleet = Fleet(client)

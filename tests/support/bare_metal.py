@@ -14,7 +14,10 @@ import httpx
 from support.cluster import ROOT, free_ports
 
 EXAMPLES = ROOT / "examples"
-CLIENT, ENGINE, ADMIN, CONNECTOR = "client-key-0123456789", "engine-key-0123456789", "admin-key-0123456789", "c" * 40
+CLIENT = "client-key-0123456789"
+ENGINE = "engine-key-0123456789"
+ADMIN = "admin-key-0123456789"
+CONNECTOR = "c" * 40
 JOIN = "join-key-0123456789"
 SECRETS = {
     "client-keys": f"somebody:{CLIENT}\n",
@@ -78,7 +81,8 @@ class Site:
     @contextmanager
     def streaming(self, tokens):
         """Stream an answer in a thread; the block begins after its first token. Yields what came, as a list."""
-        came, begun = [], threading.Event()
+        came = []
+        begun = threading.Event()
         body = {"model": "m", "prompt": "x", "max_tokens": tokens, "stream": True}
         headers = {"Authorization": f"Bearer {CLIENT}"}
         more = {"json": body, "headers": headers, "timeout": 120}

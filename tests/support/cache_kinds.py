@@ -85,7 +85,10 @@ class Layer:
     """One layer's cache on one rank: entries by (block of vLLM's, number within the block)."""
 
     def __init__(self, name, spec, view, blocks, shape, rank):
-        self.name, self.spec, self.shape, self.rank = name, spec, shape, rank
+        self.name = name
+        self.spec = spec
+        self.shape = shape
+        self.rank = rank
         self.first_head = rank * shape.heads // shape.ranks
         self.bytes = view.view(torch.uint8).numpy()  # of rows, heads, entries
         self.rows = view.shape[0] // blocks  # of one block
@@ -137,7 +140,8 @@ class Tokens(Layer):
         return slot_of(token, self.spec.block_size, shards, self.rank % shards, self.shape.interleave)
 
     def compute(self, table, start, stop, chains, replay):
-        ratio, first = self.ratio, self.first_read(start, replay)
+        ratio = self.ratio
+        first = self.first_read(start, replay)
         for group in range(first // ratio, start // ratio):
             token = (group + 1) * ratio - 1
             if (slot := self.slot(token)) is not None:
@@ -309,14 +313,18 @@ class KindsEngine(ScheduledEngine):
     def _start_threads(self, engine_config, settings):
         """As its base, with a worker for each rank."""
         network, self.movers, self.worker_counters = self.world.network, [], Counters()
-        self.links, self.processes, handshakes = [InMemoryLink(network, self.agent, engine=self.name)], [], {}
+        self.links = [InMemoryLink(network, self.agent, engine=self.name)]
+        self.processes = []
+        handshakes = {}
         described = self.make_layers(engine_config)
         for rank, caches in enumerate(self.caches):
             memory = f"{self.agent}/{rank}"
-            network.memories[memory], network.aliases[memory] = [], self.agent
+            network.memories[memory] = []
+            network.aliases[memory] = self.agent
             infos = self.describe(rank, caches, memory, described)
             handshakes[rank] = RankHandshake(*infos, FINGERPRINT, b"token %d" % rank, self.generation)
-        shape, place = self.shape, itertools.product(range(self.shape.contexts - 1), range(self.shape.ranks))
+        shape = self.shape
+        place = itertools.product(range(self.shape.contexts - 1), range(self.shape.ranks))
         self.copies = [
             PDRelayConnectorWorker(described, settings, WorkerRank(rank, is_copy=True))
             for _, rank in (place if shape.shards == 1 else ())
@@ -374,7 +382,8 @@ class KindsEngine(ScheduledEngine):
 
     def _make_scheduler(self):
         shared, _, structured, _ = _configured()
-        shape, config = self.shape, copy.copy(shared)
+        shape = self.shape
+        config = copy.copy(shared)
         config.kv_transfer_config = dataclasses.replace(
             shared.kv_transfer_config, engine_id=self.name, kv_connector=KindsConnector.__name__,
             kv_connector_module_path=__name__,
@@ -410,7 +419,8 @@ class KindsEngine(ScheduledEngine):
 
     def _hash(self, request):
         """Hash a request's new blocks, and remember what each must have in any cache."""
-        size, first = self.hashed, len(request.block_hashes)
+        size = self.hashed
+        first = len(request.block_hashes)
         found = get_request_block_hasher(size, sha256)(request)
         if found:
             chains = self.chains_of(request, (first + len(found)) * size)
@@ -438,7 +448,9 @@ class KindsEngine(ScheduledEngine):
 
     def make_layers(self, engine_config):
         """Make the tensors of all layers on all ranks; returns the configuration, which depends on them."""
-        shape, self.layers, self.caches = self.shape, [], []
+        shape = self.shape
+        self.layers = []
+        self.caches = []
         for rank in range(shape.ranks):
             caches = {}
             for number, group in enumerate(self.cache.kv_cache_groups):
@@ -477,7 +489,8 @@ class KindsEngine(ScheduledEngine):
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             stop = request.num_computed_tokens
-            chains, tables = self.chains_of(request, stop), self.scheduler.kv_cache_manager.get_block_ids(name)
+            chains = self.chains_of(request, stop)
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             replay = getattr(request, "replay_start", 0)
             for group, layer in self.layers:
                 layer.compute(tables[group], stop - count, stop, chains, replay)
@@ -539,7 +552,9 @@ class Pair(Turns):
     def __init__(self, p, d, *, writes_at_once=False, looks_at_blocks=False):
         """``writes_at_once``: the transfer threads are quicker than the models, else slower."""
         self.looks_at_blocks, self.moves = looks_at_blocks, set()
-        self.network, self.now, self.writes_at_once = InMemoryNetwork(), 0.0, writes_at_once
+        self.network = InMemoryNetwork()
+        self.now = 0.0
+        self.writes_at_once = writes_at_once
         self.addresses, self.cached, self.strays, self.counts = {}, {}, [], Counter()
         self.p = self.engine_class(self, "p", Address("10.0.0.1", 5600), p)
         self.d = self.engine_class(self, "d", Address("10.0.0.1", 5700), d)
@@ -600,7 +615,8 @@ class Pair(Turns):
 
     def fail(self, dice):
         """Have something go wrong, for as long as it may take, or be right again."""
-        engine, fault = dice.choice((self.p, self.d)), dice.randrange(12)
+        engine = dice.choice((self.p, self.d))
+        fault = dice.randrange(12)
         if fault > 6:
             return
         self.counts["faults"] += 1
@@ -705,7 +721,8 @@ class Pair(Turns):
             for rank in range(self.d.shape.ranks):
                 pairs = self.d.in_tree.pairs_of_rank(taken, lent, tables, shapes, rank)
                 for source, group, remote, local in pairs:
-                    number, spec = tables[group].index(local), self.d.shape.specs[group]
+                    number = tables[group].index(local)
+                    spec = self.d.shape.specs[group]
                     shards = self.d.shape.shards_of(spec)
                     if not isinstance(spec, MambaSpec) and not any(
                         slot is not None and slot[0] == number

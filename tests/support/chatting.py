@@ -101,7 +101,8 @@ class World:
                 self.index.open(one, {one: None})
                 self.caches[one].clear()
                 self._apply(one, b"\x93\xcb" + bytes(8) + b"\x90\x00")
-        learned, dice = PushCoordinates(at_once=True), random.Random(1).randrange
+        learned = PushCoordinates(at_once=True)
+        dice = random.Random(1).randrange
         if not self.omniscient:
             lookup = PromptLookup(self.known, self._time)
             learner = PromptLearner(self.known, self._time, lambda call: call(), lookup)
@@ -152,13 +153,15 @@ class World:
         """Serve a request as the relay does; return whether one decode engine did it alone."""
         self.now += 10
         call, ask = self.request(body)
-        ids, salt = self.ids(body), body.get("cache_salt")
+        ids = self.ids(body)
+        salt = body.get("cache_salt")
         decodes = self.fleet.usable(Role.DECODE)
         reason, _ = self.fleet.pairs.small(decodes, ask, LEAST)
         self.asked += len(ids)
         prefill = None
         if reason is not None:
-            decode_engine, self.alone = self.fleet.choose(decodes, ask), self.alone + 1
+            decode_engine = self.fleet.choose(decodes, ask)
+            self.alone = self.alone + 1
         else:
             prefill, decode_engine = self.fleet.any_pair(ask)
         first = decode_engine if prefill is None else prefill
@@ -204,7 +207,8 @@ class Clients:
         if dice.random() < 0.1:
             return {"model": MODEL, "prompt": f"{self._document} {said(dice, 2, 30)}"}, said(dice, 5, 20), None
         place = min(int(dice.expovariate(0.4)), len(self._chats) - 1)
-        chat, luck = self._chats[place], dice.random()
+        chat = self._chats[place]
+        luck = dice.random()
         if luck < 0.06 or len(chat) > 24:
             chat = self._chats[place] = self._begin()
         elif luck < 0.12 and len(chat) > 3:
@@ -217,7 +221,8 @@ class Clients:
 
 def play(world, seed, turns, look=None, *, restarts=0.01):
     """Have clients talk; ``look`` sees each request before it is served."""
-    clients, dice = Clients(seed), random.Random(f"restarts {seed}")
+    clients = Clients(seed)
+    dice = random.Random(f"restarts {seed}")
     for _ in range(turns):
         body, answer, chat = clients.turn()
         if dice.random() < restarts:

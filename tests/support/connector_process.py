@@ -30,7 +30,9 @@ from pdrelay_connector.settings import Settings
 from support.cluster import free_ports
 from support.engines import FINGERPRINT
 
-BLOCKS, SIZE, LAYERS = 64, 16, 3
+BLOCKS = 64
+SIZE = 16
+LAYERS = 3
 WHOLE = [BlockId(block) for block in range(1, BLOCKS)]
 TOKENS = len(WHOLE) * SIZE
 PARTS = 16  # blocks in host memory: less than a prompt, which then comes in parts
@@ -96,7 +98,8 @@ class ConnectorProcess:
 
     def order(self, name, p, engine, blocks=WHOLE):
         """Order a read. P does not hear of it before it has ended: no ``ReadsStarted`` is sent."""
-        request, address = RequestId(name), p.config.address
+        request = RequestId(name)
+        address = p.config.address
         tokens = len(blocks) * SIZE
         offer = PullParams(engine, request, *address, (tuple(blocks),), tokens)
         self.post(lambda control, now: control.lease_renewer.start_renewing(request, offer, now=now))
@@ -115,7 +118,8 @@ class ConnectorProcess:
 
     def push(self, name, d):
         """Write a prompt into another engine, which lends its blocks, and wait for the end."""
-        request, before = RequestId(name), d.count("loads")
+        request = RequestId(name)
+        before = d.count("loads")
         lent = (LentBlocks(0, TOKENS, tuple(WHOLE)),)
         order = PushOrder(request, request, self.engine, self.config.address, "digest", lent)
         params = PushParams(self.engine, *self.config.address, request, request)

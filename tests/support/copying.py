@@ -56,7 +56,8 @@ class MemoryCopier:
         return ended
 
     def _copy(self, is_out, blocks, slots):
-        memory, moved = self._network.memories[self._memory], 0
+        memory = self._network.memories[self._memory]
+        moved = 0
         for cache, buffer in self._layers:
             for block, slot in zip(blocks[cache.group], slots[cache.group], strict=True):
                 for device, host in zip(pieces(cache, block), pieces(buffer, slot), strict=True):

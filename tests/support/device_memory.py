@@ -41,7 +41,9 @@ class HostMemory:
 
     def __init__(self, shape):
         self.array = np.zeros(shape, dtype=np.uint8)
-        self.shape, self.nbytes, self.address = self.array.shape, self.array.nbytes, self.array.ctypes.data
+        self.shape = self.array.shape
+        self.nbytes = self.array.nbytes
+        self.address = self.array.ctypes.data
 
     def fill(self, seed):
         self.array[:] = np.random.default_rng(seed).integers(0, 256, self.shape, dtype=np.uint8)

@@ -85,7 +85,8 @@ class CommonStore:
     """A store of two routers: what is put is in the views of both when it is acknowledged, which takes a while."""
 
     def __init__(self, *worlds):
-        self.entries, self._worlds = {}, worlds
+        self.entries = {}
+        self._worlds = worlds
         self.deaf = None  # the world that hears nothing, unless it asks for a change itself
         for world in worlds:
             world.use(self)

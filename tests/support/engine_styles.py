@@ -42,7 +42,8 @@ class Style:
 
     def stream(self, events):
         """Return the pieces of a stream, head first."""
-        head, written = self._head(200, b"transfer-encoding: chunked", streams=True), list(map(self.event, events))
+        head = self._head(200, b"transfer-encoding: chunked", streams=True)
+        written = list(map(self.event, events))
         if self.closes:
             return [head, *written]
         return [head, *(b"%x\r\n%b\r\n" % (len(each), each) for each in written), b"0\r\n%b\r\n" % self.trailer]

@@ -34,7 +34,9 @@ FINGERPRINT = Fingerprint(
 )  # fmt: skip
 BLOCKS = 12  # beside block 0, which nobody uses
 BLOCK_SIZE = 4  # tokens
-LEASE, TIMEOUT, LOOP_TIMEOUT = 30.0, 20.0, 300.0
+LEASE = 30.0
+TIMEOUT = 20.0
+LOOP_TIMEOUT = 300.0
 NOTHING, EVERYTHING = Sampling(0.0, 1), Sampling(1.0, 256)
 
 
@@ -302,7 +304,8 @@ class World(Turns):
     engine = Engine
 
     def __init__(self, *, p=None, d=None):
-        self.network, self.now = InMemoryNetwork(), 0.0
+        self.network = InMemoryNetwork()
+        self.now = 0.0
         self.engines = []
         self.p, self.d = self.start("p0", 5600, **(p or {})), self.start("d0", 5700, **(d or {}))
 

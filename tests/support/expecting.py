@@ -12,8 +12,11 @@ from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
 from support.recording_link import ConnectingLink
 
-P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
-A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
+P = EngineId("p0")
+ADDRESS = Address("10.0.0.1", 5600)
+A = RequestId("d-a")
+B = RequestId("d-b")
+T = RequestId("t")
 RANKS = [rank_info("d/0", ranks=2), rank_info("d/1", rank=1, ranks=2)]
 
 

@@ -68,7 +68,8 @@ class FluidFleet:
 
     def exposition(self, name):
         """What an engine's /metrics says, as vLLM writes it."""
-        one, labels = self._totals(self.engines[name]), 'engine="0",model_name="sim"'
+        one = self._totals(self.engines[name])
+        labels = 'engine="0",model_name="sim"'
         values = {
             "num_requests_running": one.running,
             "num_requests_waiting": one.waiting,

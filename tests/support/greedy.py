@@ -41,7 +41,8 @@ def first_answer(body, *, name):
     prompt = ids_of(body)
     stops, banned = stops_of(body, 0)
     token = next_token(prompt, banned)
-    is_end, ids = token in stops, {"token_ids": [token] if body.get("return_token_ids") else None}
+    is_end = token in stops
+    ids = {"token_ids": [token] if body.get("return_token_ids") else None}
     text = f" {token}" if token % HALF and not is_end else ""
     choice = {"index": 0, "logprobs": None, "finish_reason": "stop" if is_end else "length"} | ids
     choice |= {"stop_reason": token if is_end else None}
@@ -49,7 +50,8 @@ def first_answer(body, *, name):
     if "messages" in body:
         choice |= {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}}
     else:
-        choice, told = choice | {"text": text} | told, {}
+        choice = choice | {"text": text} | told
+        told = {}
     answer = {"id": name, "object": "whole", "created": 6, "model": "m", "choices": [choice]} | told
     return answer | {"usage": usage_of(prompt, 1) | {"prompt_tokens_details": None}}
 
@@ -72,7 +74,8 @@ def limit_of(body):
 def events(body, *, name, per_event=1):
     """Return the stream that vLLM would send, event by event."""
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
-    prompt, options = ids_of(body), body.get("stream_options") or {}
+    prompt = ids_of(body)
+    options = body.get("stream_options") or {}
     head = {"id": name, "object": "chunk", "created": 7, "model": "m"}
     weight = _weight(prompt)
     made = 0
@@ -83,9 +86,11 @@ def events(body, *, name, per_event=1):
             head | _ids(body, prompt) | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
         )
         is_first = False
-    limit, is_over = limit_of(body), False
+    limit = limit_of(body)
+    is_over = False
     while not is_over:
-        ids, text = [], ""
+        ids = []
+        text = ""
         for _ in range(min(per_event, limit - made)):
             stops, banned = stops_of(body, made)
             token = _next(weight, len(prompt) + made, banned)
@@ -96,7 +101,8 @@ def events(body, *, name, per_event=1):
             is_over = is_end or made == limit
             pending += "" if is_end else f" {token}"
             if token % HALF or is_over:
-                text, pending = text + pending, ""
+                text = text + pending
+                pending = ""
             if is_end:
                 break
         finish = ("stop" if is_end else "length") if is_over else None

@@ -72,7 +72,8 @@ async def follow(client, url, stream):
 
 
 async def _follow(client, url, stream):
-    path, began = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions", time.monotonic()
+    path = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions"
+    began = time.monotonic()
     async with client.stream("POST", f"{url}{path}", json=stream.body) as response:
         assert response.status_code == 200, await response.aread()
         at = time.monotonic()
@@ -80,7 +81,8 @@ async def _follow(client, url, stream):
             if not line.startswith("data: "):
                 continue
             now = time.monotonic()
-            stream.longest_s, at = max(stream.longest_s, now - at), now
+            stream.longest_s = max(stream.longest_s, now - at)
+            at = now
             if line == "data: [DONE]":
                 stream.is_whole = True
                 continue
@@ -94,7 +96,8 @@ async def _follow(client, url, stream):
                 stream.text += text
                 stream.tokens += bool(text)
                 if text:
-                    stream.first_s, stream.last_s = stream.first_s or now - began, now - began
+                    stream.first_s = stream.first_s or now - began
+                    stream.last_s = now - began
                 stream.finish = choice["finish_reason"] or stream.finish
             if chunk.get("usage"):
                 names = ("prompt_tokens", "completion_tokens", "total_tokens")

@@ -64,7 +64,9 @@ class Chat:
 
 def alone(spec, seed, turns=TURNS):
     """Return the answers of one engine that does everything."""
-    dice, tokens, answers = random.Random(seed), [], []
+    dice = random.Random(seed)
+    tokens = []
+    answers = []
     for _ in range(turns):
         tokens += [dice.randrange(10, 500) for _ in range(LATER if tokens else FIRST)]
         answers.append(generate(spec, {"prompt": tokens, "cache_salt": f"alone-{seed}"}))

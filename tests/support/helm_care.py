@@ -47,7 +47,8 @@ def tested(objects):
     """The test's pod gets to routers and to the metrics of decode engines, and has the files that its flags name."""
     problems = []
     for o in kind(objects, "Pod"):
-        labels, c = o["metadata"]["labels"], container(o)
+        labels = o["metadata"]["labels"]
+        c = container(o)
         for role in ("router", "decode"):
             for policy in kind(objects, "NetworkPolicy"):
                 rules = [r for r in policy["spec"]["ingress"] if r.get("ports") == [{"port": "http"}]]

@@ -9,7 +9,8 @@ NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a Service's (RFC 1035); the 
 
 def names(objects):
     """Names are legal, short enough for what is derived from them, and unique."""
-    problems, seen = [], set()
+    problems = []
+    seen = set()
     for o in objects:
         name = o["metadata"]["name"]
         most = 52 if o["kind"] in WORKLOADS else 63  # controllers add a dash and ten characters
@@ -154,12 +155,14 @@ def _ports(objects):
     for o in kind(objects, "Service", "NetworkPolicy", "PodMonitor"):
         spec = o["spec"]
         if o["kind"] == "Service":
-            selector, wanted = {"matchLabels": spec["selector"]}, [port["targetPort"] for port in spec["ports"]]
+            selector = {"matchLabels": spec["selector"]}
+            wanted = [port["targetPort"] for port in spec["ports"]]
         elif o["kind"] == "NetworkPolicy":
             selector = spec["podSelector"]
             wanted = [port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())]
         else:
-            selector, wanted = spec["selector"], [end["port"] for end in spec["podMetricsEndpoints"]]
+            selector = spec["selector"]
+            wanted = [end["port"] for end in spec["podMetricsEndpoints"]]
         there = {}  # of a group, what any of its pods has
         for owner, meta, pod in pods(objects):
             if matches(selector, meta["labels"]):

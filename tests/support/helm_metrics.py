@@ -61,7 +61,8 @@ def router_exposition():
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
+    queue = Admission(Settings(max_concurrency=0, max_queue=0))
+    telemetry = Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
     families = {
         "pairs": lambda: _pair_families(registry),

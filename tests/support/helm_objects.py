@@ -73,7 +73,8 @@ def matches(selector, labels):
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for rule in selector.get("matchExpressions", ()):
-        present, value = rule["key"] in labels, labels.get(rule["key"])
+        present = rule["key"] in labels
+        value = labels.get(rule["key"])
         verdict = {
             "Exists": present,
             "DoesNotExist": not present,

@@ -121,7 +121,8 @@ def secrets(objects):
 
 def connector_secret(objects):
     """All pods of engines read one secret from a file; if the chart makes it, it is the one that they mount."""
-    problems, mounted = [], set()
+    problems = []
+    mounted = set()
     for role in pools(objects):
         for template in templates(pool(objects, role)):
             path = env(template).get("PDRELAY_CONNECTOR_SECRET_FILE", {}).get("value", "")
@@ -163,7 +164,8 @@ def engine_args(objects):
     problems = []
     for role, template in engine_pods(objects):
         c = container(template)
-        args, ports = c["args"], {port["name"]: port["containerPort"] for port in c["ports"]}
+        args = c["args"]
+        ports = {port["name"]: port["containerPort"] for port in c["ports"]}
         config = json.loads(flag(args, "--kv-transfer-config") or "{}")
         extra = config.get("kv_connector_extra_config", {})
         own = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -191,7 +193,8 @@ def engine_tls(objects):
     trusted = _secret_of(templates(router(objects))[0], flag(args, "--engine-ca"))
     secure = {role: "--ssl-certfile" in container(one)["args"] for role, one in engine_pods(objects)}
     for role, template in engine_pods(objects):
-        own, said = container(template), template["metadata"]["annotations"].get("pdrelay/scheme", "http")
+        own = container(template)
+        said = template["metadata"]["annotations"].get("pdrelay/scheme", "http")
         if said != ("https" if secure[role] else "http"):
             problems.append(f"{role}: pdrelay/scheme is {said}, which it does not serve")
         hook = own["lifecycle"]["preStop"]["exec"]["command"] if "lifecycle" in own else []
@@ -273,7 +276,8 @@ def _side_ports(template, ranks):
     if host.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") != "status.podIP":
         yield "the side channel is not on the pod's IP"
     ports = container(template).get("ports", ())
-    first, declared = int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]), [p["containerPort"] for p in ports]
+    first = int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"])
+    declared = [p["containerPort"] for p in ports]
     if {p["name"]: p["containerPort"] for p in ports if p["name"].startswith("side-")} != {
         f"side-{rank}": first + rank for rank in ranks
     }:
@@ -295,7 +299,8 @@ def drains(objects):
     if grace < needed + MARGIN_S:
         problems.append(f"router: grace is {grace} s, and it may take {needed:g} s")
     for role, template in engine_pods(objects):
-        c, grace = container(template), template["spec"]["terminationGracePeriodSeconds"]
+        c = container(template)
+        grace = template["spec"]["terminationGracePeriodSeconds"]
         command = c.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
         said = dict(arg.removeprefix("--").split("=") for arg in command if arg.startswith("--"))
         if said.get("role") != role or said.get("port") != flag(c["args"], "--port"):

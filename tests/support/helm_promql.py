@@ -47,7 +47,9 @@ def _samples(text, interval_s):
     for word in text.split():
         match = re.fullmatch(r"(_|-?[\d.]+)([+-][\d.]+)?(?:x(\d+))?", word)
         assert match, f"{word!r} is not a run of samples"
-        first, step, times = match[1], float(match[2] or 0), int(match[3] or 0)
+        first = match[1]
+        step = float(match[2] or 0)
+        times = int(match[3] or 0)
         if first == "_":
             found += [None] * (times or 1)
         else:
@@ -71,7 +73,8 @@ class Rule:
 
 def firing(rule, given, *, at_s, every_s=60.0):
     """Return the labels of the alerts that fire at a time, having looked at the series once every interval."""
-    since, firing = {}, []
+    since = {}
+    firing = []
     for step in range(int(at_s // every_s) + 1):
         now = step * every_s
         found = [_without_name(labels) for labels in Evaluation(given, now).of(rule.expr)]
@@ -165,7 +168,9 @@ class Evaluation:
         return {labels: float(AGGREGATES[str(node.op)](values)) for labels, values in groups.items()}
 
     def _binary(self, node):
-        left, right, op = self.of(node.lhs), self.of(node.rhs), str(node.op)
+        left = self.of(node.lhs)
+        right = self.of(node.rhs)
+        op = str(node.op)
         modifier = node.modifier
         if modifier is not None and (modifier.return_bool or modifier.group_labels):
             raise Unknown("bool, or group_left")

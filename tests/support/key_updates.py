@@ -15,10 +15,12 @@ def key_updates(secret, count, message=QUIET, *, before=0):
 
     ``secret`` is the sender's first application traffic secret; ``before``: how many records it has sent under it.
     """
-    records, sealed = bytearray(), before
+    records = bytearray()
+    sealed = before
     for _ in range(count):
         records += _record(secret, sealed, message, HANDSHAKE)
-        secret, sealed = _expand(secret, b"traffic upd", len(secret)), 0
+        secret = _expand(secret, b"traffic upd", len(secret))
+        sealed = 0
     return bytes(records)
 
 

@@ -182,7 +182,9 @@ class KindsProcess:
     """Forks an engine, and talks to it."""
 
     def __init__(self, name, port, shape):
-        self.name, self.port, self.shape = name, port, shape
+        self.name = name
+        self.port = port
+        self.shape = shape
         self.pipe, theirs = _fork.Pipe()
         self.process = _fork.Process(target=serve, args=(theirs, name, port, shape), daemon=True)
         self.process.start()

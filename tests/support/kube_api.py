@@ -119,8 +119,10 @@ class KubeApi:
 
     def put(self, resource: str, name: str, body: Object, namespace: str = "default") -> Object:
         """Create or replace an object; a new one gets a uid."""
-        old, key = self.objects.get((resource, namespace, name)), (resource, namespace, name)
-        new, self.version = copy.deepcopy(body), self.version + 1
+        old = self.objects.get((resource, namespace, name))
+        key = (resource, namespace, name)
+        new = copy.deepcopy(body)
+        self.version = self.version + 1
         meta = new.setdefault("metadata", {})
         uid = old["metadata"]["uid"] if old else f"uid-{self.version}"
         meta.update(name=name, namespace=namespace, resourceVersion=str(self.version))
@@ -139,7 +141,8 @@ class KubeApi:
     def compact(self) -> None:
         """Forget the history: whoever wants to go on from an old version gets 410."""
         self.version += 1
-        self._history, self._compacted = [], self.version
+        self._history = []
+        self._compacted = self.version
 
     def _log(self, kind: str, resource: str, body: Object) -> None:
         self._history.append((self.version, kind, resource, body))
@@ -214,7 +217,8 @@ class KubeApi:
                 raise Refusal(410, "Expired")
             version, left = self._pages.pop(token)
         else:
-            version, matches = self.version, _matcher(request)
+            version = self.version
+            matches = _matcher(request)
             found = [body for (kind, space, _), body in self.objects.items() if (kind, space) == (resource, namespace)]
             left = [copy.deepcopy(body) for body in found if matches(body)]
         limit = int(request.query.get("limit", "0")) or len(left) or 1
@@ -225,7 +229,8 @@ class KubeApi:
         return {"kind": KINDS[resource] + "List", "apiVersion": "v1", "metadata": meta, "items": left[:limit]}
 
     def _patch(self, request: Request, resource: str, namespace: str, name: str) -> Object:
-        old, patch = self._one(resource, namespace, name), json.loads(request.body)
+        old = self._one(resource, namespace, name)
+        patch = json.loads(request.body)
         if (kind := request.headers.get("content-type")) == "application/json-patch+json":
             return self.put(resource, name, _patched(old, patch), namespace)
         if kind != "application/merge-patch+json":
@@ -256,7 +261,9 @@ class KubeApi:
 
     async def _stream(self, request: Request, where: tuple[str, str], since: int, writer: asyncio.StreamWriter) -> None:
         """Write events until the time is over, or a fault ends it."""
-        loop, matches, seen = asyncio.get_running_loop(), _matcher(request), {}
+        loop = asyncio.get_running_loop()
+        matches = _matcher(request)
+        seen = {}
         end = loop.time() + float(request.query.get("timeoutSeconds", "3600"))
         for version, kind, resource, body in self._history:  # which of the objects the client can know of
             if version <= since and resource == where[0] and matches(body):
@@ -301,7 +308,8 @@ async def _either(event: asyncio.Event, seconds: float) -> None:
 def _seen(item, matches, namespace: str, seen: dict[str, bool]) -> list[Event]:
     """Turn a change into what a watch with a selector sees of it."""
     _, kind, _, body = item
-    uid, was = body["metadata"]["uid"], seen.get(body["metadata"]["uid"], False)
+    uid = body["metadata"]["uid"]
+    was = seen.get(body["metadata"]["uid"], False)
     if body["metadata"]["namespace"] != namespace:
         return []
     now = kind != "DELETED" and matches(body)
@@ -358,7 +366,8 @@ def _verb(request: Request, name: str) -> str:
 
 
 def _matcher(request: Request) -> Callable[[Object], bool]:
-    labels, fields = _selector(request.query.get("labelSelector", "")), request.query.get("fieldSelector", "")
+    labels = _selector(request.query.get("labelSelector", ""))
+    fields = request.query.get("fieldSelector", "")
     names = [value for key, value in _selector(fields) if key == "metadata.name"]
 
     def matches(body: Object) -> bool:
@@ -433,7 +442,9 @@ def pod(
     **more: object,
 ) -> Object:
     """Describe a pod. ``more``: labels (without pdrelay/), and ``annotations``, ``deleted``, ``phase``, ``worker``."""
-    deleted, phase, worker = more.pop("deleted", None), more.pop("phase", "Running"), more.pop("worker", None)
+    deleted = more.pop("deleted", None)
+    phase = more.pop("phase", "Running")
+    worker = more.pop("worker", None)
     meta: Object = {"annotations": more.pop("annotations", {})}
     labels = {
         "app": "pdrelay",

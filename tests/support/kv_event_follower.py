@@ -54,7 +54,9 @@ class Follower:
                 for number, name in enumerate(event.block_hashes if hasattr(event, "token_ids") else ()):
                     blocks[parent, tuple(event.token_ids[number * self.size : (number + 1) * self.size])] = name
                     parent = name
-        known, parent, tokens = {name for name, _ in self.reader.names(rank)}, None, 0
+        known = {name for name, _ in self.reader.names(rank)}
+        parent = None
+        tokens = 0
         while tokens + self.size < len(prompt):
             parent = blocks.get((parent, tuple(prompt[tokens : tokens + self.size])))
             if parent not in known:

@@ -107,7 +107,8 @@ class StreamReader:
                 continue
             if len(self._data) < 4 + length:
                 return
-            number, payload = int.from_bytes(self._data[4:12], "big"), self._data[12 : 4 + length]
+            number = int.from_bytes(self._data[4:12], "big")
+            payload = self._data[12 : 4 + length]
             assert number == len(self.batches)
             self._data = self._data[4 + length :]
             self.batches.append(payload)

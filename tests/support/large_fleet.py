@@ -46,7 +46,9 @@ from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.status import Status
 from pdrelay_proxy.settings import Settings
 
-ENGINES, REVISIONS, NAMES = 2000, 12, 100
+ENGINES = 2000
+REVISIONS = 12
+NAMES = 100
 LEAST_LOOK_S = 1e-4  # a shorter step of that task is its begin
 PODS, PATIENCE_S = 60, 100.0  # that are replaced; for so long at most
 MODELS = frozenset(f"lora-{n}" for n in range(NAMES))
@@ -78,7 +80,8 @@ class Checks:
 
 def wanted(number, generation=0):
     """Return a pod: each next one in a place has another address, and the next revision."""
-    role, revision = (Role.PREFILL, Role.DECODE)[number % 2], (number // 2 + generation) % REVISIONS
+    role = (Role.PREFILL, Role.DECODE)[number % 2]
+    revision = (number // 2 + generation) % REVISIONS
     target = Target.parse(f"http://10.{generation}.{number // 250}.{number % 250}:8100#revision=r{revision}")
     return Wanted(role, target, f"uid-{number}-{generation}")
 
@@ -87,7 +90,8 @@ class Fleet:
     """A router's parts, and what happens to them."""
 
     def __init__(self):
-        settings, clock = Settings(circuit_breaker_failures=1, ejection_time_s=0.5), time.monotonic
+        settings = Settings(circuit_breaker_failures=1, ejection_time_s=0.5)
+        clock = time.monotonic
         self.registry = Registry(settings)
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], clock)
         self.pods, entries = EngineObjects(self.reconciler), Entries(self.reconciler)

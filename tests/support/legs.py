@@ -50,7 +50,8 @@ def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=T
     The prefill leg may wait for an event instead. D is told more in ``fields``.
     """
     transfer = {"transfer_id": f"{os.getpid()}-{next(_transfers)}"}
-    lends, borrows = OPEN | transfer, {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
+    lends = OPEN | transfer
+    borrows = {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
 
     def leg(spec, delay, params, **options):
         if isinstance(delay, threading.Event):

@@ -10,7 +10,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from tokenizers import pre_tokenizers
 
-HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, LAYERS = 64, 4, 2, 96, 2
+HIDDEN = 64
+HEADS = 4
+KV_HEADS = 2
+FEED_FORWARD = 96
+LAYERS = 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "he"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -72,7 +72,8 @@ class LoaderAtOnce(KVConnectorBase_V1, SupportsHMA):
                 self.world.counts["bad blocks"] += is_bad
 
     def build_connector_meta(self, scheduler_output):
-        loads, self.loads = self.loads, Loads()
+        loads = self.loads
+        self.loads = Loads()
         return loads
 
     def request_finished_all_groups(self, request, block_ids):

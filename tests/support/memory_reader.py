@@ -7,7 +7,10 @@ class MemoryReader:
     """Implements ``CacheReader`` for one rank's ``memory``, in which a block has so many ``pieces``."""
 
     def __init__(self, memory, *, shape="whole", pieces=1, size=4):
-        self.memory, self.shape, self.pieces, self.size = memory, shape, pieces, size
+        self.memory = memory
+        self.shape = shape
+        self.pieces = pieces
+        self.size = size
         self.read = []  # what was asked for
         self.unreadable = set()  # blocks
 

@@ -18,8 +18,11 @@ def _keep_first_head(path):
     """Cut the key and value projections: their rows are the KV heads, one after the other."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    kept, chunks, offset = {"__metadata__": header.pop("__metadata__")}, [], 0
+    header = json.loads(data[8 : 8 + length])
+    body = data[8 + length :]
+    kept = {"__metadata__": header.pop("__metadata__")}
+    chunks = []
+    offset = 0
     for name, tensor in header.items():
         start, stop = tensor["data_offsets"]
         rows, columns = tensor["shape"] if len(tensor["shape"]) == 2 else (tensor["shape"][0], None)

@@ -24,7 +24,9 @@ from types import SimpleNamespace
 from support.device_memory import HOST, allocate, binding_of, place_of
 from support.proc import wait_stopped
 
-BLOCKS, LAYERS, HEADS = 64, 3, 2
+BLOCKS = 64
+LAYERS = 3
+HEADS = 2
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
 TOKENS = 16  # of a block
 BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
@@ -50,7 +52,8 @@ class NixlProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env={**os.environ, "PYTHONPATH": path, **(OVER_LOOPBACK if ucx is None else ucx), "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
-        self._answers, self._results = queue.Queue(), {}
+        self._answers = queue.Queue()
+        self._results = {}
         self._news = threading.Condition()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
@@ -188,7 +191,8 @@ class Engine:
         self.ranks, self.waiting = ranks, {}  # request -> results of the workers that have ended their load
         self.started = {}
         self.computed = Counter()  # blocks of each attempt of a prefill
-        engine, place = EngineId(name), place_of(device)
+        engine = EngineId(name)
+        place = place_of(device)
         agents, infos = [], []
         for worker, memory in enumerate(self.memories):
             stage, rank = divmod(worker, ranks)
@@ -198,7 +202,8 @@ class Engine:
             regions = tuple(region_of(memory, layer, first + layer, ranks) for layer in range(stages[stage]))
             infos.append(RankInfo(rank, ranks, metadata, *place, regions, stage=stage, stages=len(stages)))
         tokens = {info.worker: TOKEN + bytes([info.worker]) for info in infos}
-        counters, listener = Counters(), link(engine)
+        counters = Counters()
+        listener = link(engine)
         host = HandshakeServer(Welcome(PROTOCOL, engine, FINGERPRINT, tuple(infos)), secrets, "127.0.0.1")
         address = listener.listen(Address("127.0.0.1", port), host)
         peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2, ranks=infos)
@@ -219,7 +224,8 @@ class Engine:
         self.control = Runner("control", control, listener, self.tell_news)
         self.transfers = []
         for agent, own in zip(agents, infos, strict=True):
-            worker, mover = link(engine), NixlTransferAgent(agent, *place)
+            worker = link(engine)
+            mover = NixlTransferAgent(agent, *place)
             if mode == "push":
                 core = PushWriter(
                     worker, mover, Counters(), own,
@@ -340,7 +346,8 @@ def region_of(memory, layer, number, ranks):
     """Head after head; of each, K and V of a token side by side."""
     from pdrelay_connector.core.messages import Region
 
-    (_, count, size), heads = memory.shape, HEADS // ranks
+    (_, count, size) = memory.shape
+    heads = HEADS // ranks
     head = size // heads
     return Region(
         memory.address + layer * count * size, count, heads, TOKENS, head // TOKENS, size, head, head // TOKENS,

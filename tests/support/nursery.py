@@ -168,7 +168,8 @@ class Nursery:
                 data = self._socket.recv(65536)
             except ConnectionResetError:
                 data = b""
-            self._gone, self._received = not data, self._received + data
+            self._gone = not data
+            self._received = self._received + data
         line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None

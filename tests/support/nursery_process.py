@@ -60,7 +60,8 @@ def serve(place, program):
         if listening not in select.select([listening, woken], [], [])[0]:
             return None  # SIGTERM, before anybody wanted anything
         tests, _ = listening.accept()
-    received, living = b"", set()
+    received = b""
+    living = set()
     while living or not terminated:
         readable, _, _ = select.select([tests, woken], [], [])
         if woken in readable:
@@ -172,7 +173,8 @@ def share_gloo_device():
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-    begin, devices = ProcessGroupGloo.__init__, {}
+    begin = ProcessGroupGloo.__init__
+    devices = {}
 
     def begin_with_shared(self, store, rank, size, timeout):
         options = ProcessGroupGloo._Options()

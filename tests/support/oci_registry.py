@@ -80,7 +80,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(202 if found else 404, Location=f"{self.path}one", Docker_Upload_UUID="one")
 
     def do_PUT(self):
-        where, body = urlsplit(self.path), self._body()
+        where = urlsplit(self.path)
+        body = self._body()
         if UPLOAD.fullmatch(where.path):
             said = parse_qs(where.query)["digest"][0]
             if said != _digest(body):

@@ -19,7 +19,9 @@ BUSY = (
 )  # gauges of transfers that are under way
 TIER_BYTES = 64 << 20
 BLOCK = 32  # tokens
-WORDS, QUESTION, ANSWER = 200, 150, 16
+WORDS = 200
+QUESTION = 150
+ANSWER = 16
 
 
 def with_tier(spec, folder, *, ours_first=True):

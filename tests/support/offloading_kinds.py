@@ -55,7 +55,9 @@ class TierWorker(OffloadingWorker):
     """Copies between an engine's cache and its tier."""
 
     def __init__(self, engine):
-        self.engine, self.chunks, self.copies = engine, {}, []
+        self.engine = engine
+        self.chunks = {}
+        self.copies = []
         self.is_slow = False  # until it is waited for
 
     def submit_store(self, job_id, src_spec, dst_spec):

@@ -63,7 +63,8 @@ class HostOffloadingWorker(OffloadingWorker):
         return self._copy(job_id, dst_spec, self._tier, src_spec.block_ids, self._cache, dst_spec.block_ids)
 
     def _copy(self, job_id, blocks, source, read, target, written):
-        began, copied = time.perf_counter(), 0
+        began = time.perf_counter()
+        copied = 0
         ends = np.cumsum([0, *blocks.group_sizes])
         for layers, (begin, end) in zip(self._groups, pairwise(ends), strict=True):
             for layer in layers:
@@ -74,7 +75,8 @@ class HostOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self):
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def wait(self, job_ids):

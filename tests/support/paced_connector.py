@@ -59,7 +59,8 @@ class LateTransferAgent(NixlTransferAgent):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._until, self._kept = 0.0, []
+        self._until = 0.0
+        self._kept = []
 
     def read(self, handle, spans):
         self._post_late()
@@ -77,7 +78,8 @@ class LateTransferAgent(NixlTransferAgent):
         self._kept += super().poll()
         if time.monotonic() < self._until:
             return []
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         return kept
 
 
@@ -94,7 +96,8 @@ class PacedConnector(PDRelayConnector):
     # ---- scheduler
 
     def on_new_request(self, request):
-        name, row = request.request_id, slow_row(request.prompt_token_ids or (), self._serves)
+        name = request.request_id
+        row = slow_row(request.prompt_token_ids or (), self._serves)
         if row == "write KV":
             Slow.rows[parse_transfer_id(request.kv_transfer_params or {}, name)] = row
         elif row is not None:

@@ -170,7 +170,8 @@ class PairMachine(EngineMachine):
             case "reset":
                 self.world.network.lose()
             case _:
-                self.world.d.mover.stuck, self.world.d.mover.clinging = True, what == "nixl clings"
+                self.world.d.mover.stuck = True
+                self.world.d.mover.clinging = what == "nixl clings"
 
     @precondition(lambda self: self.troubles < MOST_TROUBLES)
     @rule(what=st.sampled_from(["connection", "backend", "next backend"]))

@@ -21,7 +21,12 @@ from pdrelay_proxy.settings import Settings
 from support.introduced import introduced
 from support.next_probes import next_to_probe
 
-TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
+TICK_S = 0.25
+TIMEOUT_S = 5.0
+INTERVAL_S = 5.0
+ANSWER_S = 0.05
+WALL = 1000.0
+SECRET = b"of this fleet"
 
 
 def after(engine, router):
@@ -153,15 +158,19 @@ def main(routers=100, engines=1000):
     since = fleet.now
     fleet.sizes.clear()
     fleet.run(60)
-    rates, gap, sizes = fleet.rates(since), fleet.longest_gap(since), [*fleet.sizes]
-    fleet.gone, lost = set(names[: engines // 10]), fleet.now
+    rates = fleet.rates(since)
+    gap = fleet.longest_gap(since)
+    sizes = [*fleet.sizes]
+    fleet.gone = set(names[: engines // 10])
+    lost = fleet.now
     fleet.run(20)
     found = [fleet.found.get((router, name)) for router in range(routers) for name in fleet.gone]
     ejected = "not yet" if None in found else f"{max(found) - lost:.1f} s"
     fleet.gone = fleet.refuses = {names[-1]}
     fleet.run(30)
     fleet.back.clear()
-    fleet.gone, up = set(), fleet.now
+    fleet.gone = set()
+    up = fleet.now
     fleet.run(5)
     back = [fleet.back.get((router, names[-1])) for router in range(routers)]
     returned = "not yet" if None in back else f"{max(back) - up:.1f} s"

@@ -43,9 +43,11 @@ def idle_cores(children, *, windows=5, seconds=1.0):
     """Return for each child (share of a core of all its threads, of its busiest thread): medians of several windows."""
     shares = [[] for _ in children]
     for _ in range(windows):
-        before, start = [cpu_by_thread(child) for child in children], time.monotonic()
+        before = [cpu_by_thread(child) for child in children]
+        start = time.monotonic()
         time.sleep(seconds)
-        after, lasted = [cpu_by_thread(child) for child in children], time.monotonic() - start
+        after = [cpu_by_thread(child) for child in children]
+        lasted = time.monotonic() - start
         for found, old, new in zip(shares, before, after, strict=True):
             used = [(cpu - old.get(thread, cpu)) / lasted for thread, cpu in new.items()]
             found.append((sum(used), max(used)))

@@ -21,7 +21,8 @@ def accept_unfenced_reads(patch):
 
 def answer_the_fence_from_memory(patch):
     """P says that it still holds what it once held."""
-    grant, known = LeaseTable.grant, set()
+    grant = LeaseTable.grant
+    known = set()
 
     def remember(self, request, *, now):
         known.add(request)

@@ -55,7 +55,8 @@ class WatchedMover(InMemoryTransferAgent):
         if self._network.reachable(self.memory):
             return super().poll()
         stuck, self.stuck = self.stuck, True  # nothing leaves a machine that is cut off
-        clinging, self.clinging = self.clinging, True
+        clinging = self.clinging
+        self.clinging = True
         ended = super().poll()
         self.stuck, self.clinging = stuck, clinging
         return ended
@@ -232,7 +233,9 @@ class PushEngine(Blocks):
         """Take the blocks away: others may have them at once."""
         prefill = self.computing[name]
         self._free(prefill.ids)
-        prefill.ids, prefill.announced, prefill.attempt = [], 0, prefill.attempt + 1
+        prefill.ids = []
+        prefill.announced = 0
+        prefill.attempt = prefill.attempt + 1
 
     def abandon(self, name):
         """The prefill is aborted."""
@@ -369,8 +372,11 @@ class Stray:
 
     def __init__(self, mover, flight, now):
         source = mover._network.memories[mover.memory]
-        self.source, self.target, self.ends_at = mover.memory, flight.memory, now + ORPHANED
-        self.reader, self.turns = mover.readers[id(flight)], 0
+        self.source = mover.memory
+        self.target = flight.memory
+        self.ends_at = now + ORPHANED
+        self.reader = mover.readers[id(flight)]
+        self.turns = 0
         self.bytes = {remote: source[local] for remote, local in pieces_of(flight.spans)}
 
 
@@ -389,9 +395,12 @@ class PushWorld(Turns):
 
     def __init__(self, *, ranks=1, d_ranks=None, heads=None, sampling=NOTHING):
         """P has ``ranks``, and if nothing is said D as many, and the model as many heads."""
-        self.network, self.now, self.ranks = InMemoryNetwork(), 0.0, {"p": ranks, "d": d_ranks or ranks}
+        self.network = InMemoryNetwork()
+        self.now = 0.0
+        self.ranks = {"p": ranks, "d": d_ranks or ranks}
         self.heads = heads or max(self.ranks.values())
-        self.cut_at, self.sampling = None, sampling
+        self.cut_at = None
+        self.sampling = sampling
         self.engines, self.strays = [], []
         self.p, self.d = self.start("p0", 5600), self.start("d0", 5700)
 

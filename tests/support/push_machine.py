@@ -113,7 +113,8 @@ class PushMachine(EngineMachine):
     def mix_up(self, pick):
         """Something hands a request the name of another's transfer."""
         if self.transfers and self.can(self.world.d):
-            request, name = f"r{self.next()}", self.pick(self.transfers, pick)
+            request = f"r{self.next()}"
+            name = self.pick(self.transfers, pick)
             engine, blocks, _ = self.transfers[name]
             self.world.d.start_renewing(request, name, engine, now=self.world.now)
             if not self.world.d.expect(request, name, engine, blocks, now=self.world.now, prompt="another"):
@@ -154,7 +155,8 @@ class PushMachine(EngineMachine):
     @rule(pick=PICK, what=st.sampled_from([RenewLeases, DropLeases, RegisterPush]))
     def meddle(self, pick, what):
         """An engine that is another's speaks of a transfer that somebody has spoken of."""
-        pushes, name = self.world.p.push_coordinator, self.pick(self.transfers, pick)
+        pushes = self.world.p.push_coordinator
+        name = self.pick(self.transfers, pick)
         if not self.can(self.world.p) or (owner := pushes._owner(name)) is None:
             return
         message = RegisterPush("x", name, None, lent(0, [1])) if what is RegisterPush else what((name,))
@@ -203,7 +205,8 @@ class PushMachine(EngineMachine):
                 self.world.network.lose_scheduler(engine.worker_links[self.troubles % engine.ranks])
             case _:
                 for mover in self.world.p.movers:
-                    mover.stuck, mover.clinging = True, what == "cling"
+                    mover.stuck = True
+                    mover.clinging = what == "cling"
 
     @precondition(lambda self: self.troubles < MOST_TROUBLES)
     @rule(what=st.sampled_from(["connection", "backend"]))

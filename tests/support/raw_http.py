@@ -25,7 +25,8 @@ class Incoming:
     """What comes over a connection, taken in parts."""
 
     def __init__(self, sock):
-        self.sock, self.left = sock, b""
+        self.sock = sock
+        self.left = b""
 
     def until(self, mark):
         """Return what is before a mark; raises Over."""
@@ -127,7 +128,8 @@ class RawClient:
 
     def rest(self):
         """Read to the end of the connection."""
-        read, self.incoming.left = self.incoming.left, b""
+        read = self.incoming.left
+        self.incoming.left = b""
         with suppress(ConnectionError, ssl.SSLError):
             while more := self.sock.recv(65536):
                 read += more

@@ -10,7 +10,11 @@ class RecordingAgent:
 
     def __init__(self, fails=lambda handle: None):
         self.fails = fails
-        self.attached, self.detached, self.posted, self.cancelled, self._ended = [], [], [], [], []
+        self.attached = []
+        self.detached = []
+        self.posted = []
+        self.cancelled = []
+        self._ended = []
 
     def _check(self, handle):
         if reason := self.fails(handle):
@@ -43,7 +47,8 @@ class RecordingAgent:
         self._ended += [XferEnded(XferId(xfer), outcome, 64, 1, 0.1, reason, 0.01) for xfer in xfers]
 
     def poll(self):
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
 
@@ -63,5 +68,6 @@ class RecordingCopier:
         self._ended += [CopyResult(CopyId(copy), reason, 0 if reason else 64, 0.1) for copy in copies]
 
     def poll(self):
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended

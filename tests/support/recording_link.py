@@ -9,7 +9,9 @@ class RecordingLink:
     """Of a process to which others connect."""
 
     def __init__(self):
-        self.sent, self.closed, self.engines = [], [], {}
+        self.sent = []
+        self.closed = []
+        self.engines = {}
 
     def engine_of(self, conn):
         return self.engines.get(conn)
@@ -22,7 +24,8 @@ class RecordingLink:
 
     def take_sent(self):
         """Return the messages since the last call."""
-        sent, self.sent = self.sent, []
+        sent = self.sent
+        self.sent = []
         return [message for _, message in sent]
 
 
@@ -31,7 +34,8 @@ class ConnectingLink(RecordingLink):
 
     def __init__(self):
         super().__init__()
-        self.conns, self.met = itertools.count(1), []
+        self.conns = itertools.count(1)
+        self.met = []
 
     def connect(self, peer, engine):
         self.met.append(EngineEndpoint(engine, peer))

@@ -53,7 +53,9 @@ class RecoveringPair(AsyncPair):
     """Backends and connections of both engines break and stall, until all is healed."""
 
     engine_class = RecoveringEngine
-    breaks, heals, waits = 0.12, 0.05, 0.2
+    breaks = 0.12
+    heals = 0.05
+    waits = 0.2
     rest = 130.0  # longer than a quarantine
 
     def round(self, *, but=None):

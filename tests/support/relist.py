@@ -16,7 +16,9 @@ from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 
-VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 150
+VIEWS = 3
+RELIST_S = 0.5
+PATIENCE_S = 150
 SHOWN = 5
 
 
@@ -34,7 +36,8 @@ class Counting(EngineObjects):
 
 async def gaps_of(url):
     """Fill a registry from the pods of an API; return it, and what the loop's thread computed between two ticks."""
-    registry, gaps = Registry(), []
+    registry = Registry()
+    gaps = []
     told = Counting(Reconciler(registry, [EngineSource.PODS], time.monotonic))
     what = Collection("/api/v1/namespaces/default/pods", {"labelSelector": "app=pdrelay"})
     options = {"clock": time.monotonic, "chance": random.random, "rhythm": WatchTimes(relist_s=RELIST_S)}

@@ -18,7 +18,8 @@ class Restartable:
 
     def __init__(self, spec, folder):
         command = engine(spec, os.environ)
-        self.spec, self.health_url = spec, command.health_url
+        self.spec = spec
+        self.health_url = command.health_url
         script, self._log = folder / f"{spec.name}.sh", folder / f"{spec.name}.log"
         self._pid = folder / f"{spec.name}.pid"
         environment = [f"{name}={value}" for name, value in command.environment.items()]

@@ -25,7 +25,8 @@ def pack(tokens):
 
 def chain(message):
     """Hash the full blocks of a prompt, each with all before it and the salt."""
-    size, salt = 4 * BLOCK_SIZE, (message.salt or "").encode()
+    size = 4 * BLOCK_SIZE
+    salt = (message.salt or "").encode()
     stops = range(size, len(message.tokens) + 1, size)
     return [hashlib.sha256(salt + b"\0" + message.tokens[:stop]).hexdigest()[:16].encode() for stop in stops]
 
@@ -55,7 +56,8 @@ class CachingEngine(Engine):
 
     def __post_init__(self):
         super().__post_init__()
-        manager, own = self.control.lease_manager, Reachable(*self.address)
+        manager = self.control.lease_manager
+        own = Reachable(*self.address)
         self.finder = PrefixFinder(self.link, self.peers, self.counters, timeout=SEARCH)
         self.lender = PrefixLender(self.link, manager, self.counters, own, piecemeal)
         push_coordinator, push_receiver = self._push_parts() if self.mode == "push" else (None, None)
@@ -101,13 +103,15 @@ class CachingEngine(Engine):
         for name in self.uncomputed:
             self._fill(self.cache[name], name)
         self.uncomputed.clear()
-        waiting, self.to_answer = self.to_answer, []
+        waiting = self.to_answer
+        self.to_answer = []
         for pinned in waiting:
             self.lender.answer(pinned.question, pinned.lease, BLOCK_SIZE, pinned.blocks)
 
     def look_up(self, *, now):
         """Pin what there is of the prompts that were asked for."""
-        wanted, self.wanted = self.wanted, []
+        wanted = self.wanted
+        self.wanted = []
         for question, hashes in wanted:
             names = []
             for name in hashes:

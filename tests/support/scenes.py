@@ -303,7 +303,8 @@ def declared(lines: Sequence[bytes]) -> Sequence[bytes]:
 def values_of(body: bytes) -> dict[str, bytes]:
     """Return the values of a JSON object as they are written; of several with one name the last counts."""
     left = body.decode("utf-8", "surrogateescape")
-    pos, found = _blank(left, _blank(left, 0, "{"), ""), {}
+    pos = _blank(left, _blank(left, 0, "{"), "")
+    found = {}
     while left[pos] != "}":
         name, pos = _JSON.raw_decode(left, pos)
         start = _blank(left, pos, ":")

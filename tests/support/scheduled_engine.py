@@ -70,7 +70,8 @@ def kv(prefix, token):
 
 def kv_of(tokens):
     """What the KV cache must have of each of the tokens."""
-    found, last = [], b""
+    found = []
+    last = b""
     for token in tokens:
         found.append(last := kv(last, token))
     return found
@@ -101,7 +102,9 @@ class InMemoryRunner:
     busy_s = 0.0  # a turn takes no time
 
     def __init__(self, core, link, after_turn=lambda core: None):
-        self.core, self._link, self._after_turn = core, link, after_turn
+        self.core = core
+        self._link = link
+        self._after_turn = after_turn
         self.commands = deque()
         self._due = 0.0
 
@@ -215,7 +218,9 @@ class WorkerProcess:
 
     def __init__(self, engine, link, movers, info, token, settings):
         engine_config = engine.connector._engine_config
-        self.movers, self.info, self.counters = movers, info, engine.worker_counters
+        self.movers = movers
+        self.info = info
+        self.counters = engine.worker_counters
         self.writer = PushWriter(
             link,
             movers[0],
@@ -236,8 +241,12 @@ class ScheduledEngine:
     """One engine process of ``kv_role`` kv_both and mode auto: it lends and takes, in pull and in push."""
 
     def __init__(self, world, name, address):
-        self.world, self.name, self.address = world, name, address
-        self.alive, self.frozen, self.generation = True, False, 0
+        self.world = world
+        self.name = name
+        self.address = address
+        self.alive = True
+        self.frozen = False
+        self.generation = 0
         self.inbox = deque()  # what clients ask for, until the next step
         self.lent = {}  # lease -> its blocks and what must be in them
         TimedConnector.worlds[name] = world
@@ -301,7 +310,9 @@ class ScheduledEngine:
     def _start_worker(self, settings, info):
         process = WorkerProcess(self, self.links[1], self.movers, info, TOKEN, settings)
         self.processes = [process]
-        self.writer, self.worker_peers, self.reader = process.writer, process.peers, process.reader
+        self.writer = process.writer
+        self.worker_peers = process.peers
+        self.reader = process.reader
         self.worker, self.worker_runner = process.worker, process.runner
 
     # ---- what clients do
@@ -395,8 +406,10 @@ class ScheduledEngine:
             self._note_hashes(request)
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, stop = self.scheduler.requests[name], self.scheduler.requests[name].num_computed_tokens
-            tokens, places = request.all_token_ids[:stop], self.places(self.blocks_of(name))
+            request = self.scheduler.requests[name]
+            stop = self.scheduler.requests[name].num_computed_tokens
+            tokens = request.all_token_ids[:stop]
+            places = self.places(self.blocks_of(name))
             wanted = kv_of(tokens)
             for number in range(stop):
                 if number >= stop - count:

@@ -133,7 +133,8 @@ class Scripted:
 
     def done(self, call):
         """Implements Teller."""
-        line, call.source = call.source, None
+        line = call.source
+        call.source = None
         assert call.complete
         assert not line.is_kept
         line.is_kept = True
@@ -151,7 +152,9 @@ class Line:
     """The connection of one leg: tells its call what the coroutine of the test answers."""
 
     def __init__(self, engines, call, leg):
-        self._engines, self._call, self._leg = engines, call, leg
+        self._engines = engines
+        self._call = call
+        self._leg = leg
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._left = []  # parts, of which some may be coroutines
@@ -217,9 +220,11 @@ class Line:
             self._call.crashed(bug)
 
     async def _answer(self, answer):
-        call, (status, parts, content_type, load) = self._call, _taken_apart(answer)
+        call = self._call
+        (status, parts, content_type, load) = _taken_apart(answer)
         if not self._connects:
-            call.source, self.is_sent = self, True
+            call.source = self
+            self.is_sent = True
         self._left = list(parts) if isinstance(parts, list) else []
         self._tell(call.began, status, content_type.encode(), load)
         for place, part in enumerate(parts, 1):
@@ -286,7 +291,9 @@ class Response:
     def begin(self, status, lines, body, *, streams, last=False):
         assert not self.begun
         assert not self.closed.is_set()
-        self.status, self.lines, self.streams = status, lines, streams
+        self.status = status
+        self.lines = lines
+        self.streams = streams
         self.pieces.append(body)
         self.is_whole = not streams
 
@@ -404,7 +411,8 @@ class _NotedRequest:
 
 class _NotedLeg:
     def __init__(self, notes, instance, request):
-        self._notes, self._who = notes, (instance, request)
+        self._notes = notes
+        self._who = (instance, request)
         notes.told.append(("began", *self._who))
 
     def answered(self, status):
@@ -443,7 +451,8 @@ class Router:
     def is_idle(self):
         """Tell whether nothing is held: no slot, no place, no byte of a body, and no request under way."""
         self.telemetry.later.settle()
-        admission, members = self.gate.admission, self.registry.members()
+        admission = self.gate.admission
+        members = self.registry.members()
         held = admission.admitted, admission.waiting, admission.held_bytes, self.lifetime.in_flight
         return not any(held) and not any(member.load.in_flight for member in members) and not [*self.requests]
 
@@ -474,27 +483,24 @@ def router_of(
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    policy, settings, lifetime = (
-        TRANSFER_POLICIES[mode],
-        with_values(settings or Settings(), {"retries": retries, **rules}),
-        Lifetime(),
-    )
+    policy = TRANSFER_POLICIES[mode]
+    settings = with_values(settings or Settings(), {"retries": retries, **rules})
+    lifetime = Lifetime()
     ended = {}
 
     def keep(records):
         for record in records:
             ended.setdefault(record.request_id, []).append(record)
 
-    learned, telemetry = (
-        PushCoordinates(at_once=policy.at_once),
-        Telemetry(Counters(frozenset({*map(str, Api)})), clock, ended=[keep]),
-    )
+    learned = PushCoordinates(at_once=policy.at_once)
+    telemetry = Telemetry(Counters(frozenset({*map(str, Api)})), clock, ended=[keep])
     added = all_features(settings, registry, clock)
     routing = [feature.routing() for feature in added]
     fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=routing, later=telemetry.later)
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     openings = [own for feature in added if (own := feature.openings()) is not None] or [StreamOpenings()]
-    names, numbers = [], itertools.count()
+    names = []
+    numbers = itertools.count()
 
     services = Services(
         intake=Intake(

@@ -40,7 +40,8 @@ class OneRouter:
         self.loads = LoadPayload(self.registry)
         self.exchange = PeerExchange(number.to_bytes(8, "big"), b"s", {LOADS: self.loads}) if exchanges else None
         self.policy = POLICIES[policy](Loads(self.registry, clock).of, dice.randrange(1 << 16), dice)
-        self.pace, self.is_waiting = SendPace(), False
+        self.pace = SendPace()
+        self.is_waiting = False
 
     def load(self, place):
         return self.registry.member(self.instances[place].id).load
@@ -78,7 +79,8 @@ class SimulatedFleet:
         heapq.heappush(self.events, (when, next(self.order), act, given))
 
     def arrive(self, number, requests):
-        router, service_s = self.dice.choice(self.routers), self.draw()
+        router = self.dice.choice(self.routers)
+        service_s = self.draw()
         place = router.place[router.policy.choose(router.instances).id]
         router.load(place).enter(RequestId(str(number)))
         self.changed(router, place)

@@ -98,7 +98,9 @@ class Gang:
     """The engines of one mode, running while a row that may still be asked for needs them."""
 
     def __init__(self, fleet, models, mode):
-        self.fleet, self.models, self.mode = fleet, models, mode
+        self.fleet = fleet
+        self.models = models
+        self.mode = mode
         self.running = {}  # name of a shape -> spec, child
         self.met = {}  # row -> pair
 

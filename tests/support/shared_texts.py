@@ -20,7 +20,8 @@ async def file_texts(folder):
 
 @asynccontextmanager
 async def lease_texts(_):
-    api, clients = KubeApi(), []
+    api = KubeApi()
+    clients = []
     await api.start()
     api.put("leases", "r-roles", {"metadata": {}})
 
@@ -39,7 +40,8 @@ async def lease_texts(_):
 
 @asynccontextmanager
 async def redis_texts(folder):
-    server, texts = RedisServer(folder), []
+    server = RedisServer(folder)
+    texts = []
     server.start()
 
     def text():

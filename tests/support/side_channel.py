@@ -75,7 +75,8 @@ class Net:
 
     def events(self, link, until=lambda events: events, seconds=LONG):
         """Poll all links in turn until ``until`` accepts the events of ``link``."""
-        events, end = [], time.monotonic() + seconds
+        events = []
+        end = time.monotonic() + seconds
         while not until(events) and time.monotonic() < end:
             for other in self.links:
                 if other is not link:
@@ -86,7 +87,9 @@ class Net:
 
     def idle(self, link, seconds=0.1):
         """Poll all links for a while, and some times at least; return the events of ``link``."""
-        events, end, least = [], time.monotonic() + seconds, 5
+        events = []
+        end = time.monotonic() + seconds
+        least = 5
         while time.monotonic() < end or least > 0:
             least -= 1
             for other in self.links:
@@ -111,7 +114,8 @@ class RawClient:
     def sock(self):
         """The connection, encrypted; the listener must be polled meanwhile."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         context.keylog_filename = self.keylog
         sock = context.wrap_socket(self.raw, do_handshake_on_connect=False)
         self.net.closing.enter_context(sock)

@@ -95,7 +95,8 @@ def _answering(engine: Answering, host: str) -> ASGIApp:
         body, more = b"", True
         while more:
             message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            body = body + message.get("body", b"")
+            more = message.get("more_body", False)
         url = f"http://{host}{scope['path']}"
         response = await engine(httpx.Request(scope["method"], url, headers=scope["headers"], content=body))
         headers = [(name.lower(), value) for name, value in response.headers.raw]

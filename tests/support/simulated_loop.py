@@ -39,7 +39,8 @@ class _Selector(selectors.DefaultSelector):
         if self.work_in_threads:
             return super().select(None)
         if self.settling:
-            waiting, self.settling = self.settling, []
+            waiting = self.settling
+            self.settling = []
             for future in waiting:
                 if not future.done():
                     future.set_result(None)

@@ -50,7 +50,8 @@ class StreamCopier:
 
     def poll(self):
         """Have some copies done."""
-        ended, world = [], self.engine.world
+        ended = []
+        world = self.engine.world
         while self.jobs and world.dice.random() < world.copies:
             number, blocks, slots, direction = self.jobs.popleft()
             if direction == "h2d" and self.engine.in_flight:
@@ -68,7 +69,9 @@ class StagedProcess:
     def __init__(self, engine, handshake, settings):
         self.info, mode = handshake.rank, engine.world.mode
         lends, takes = engine.buffers[self.info.rank]
-        config, counters, link = engine.connector._engine_config, engine.worker_counters, engine.make_link(handshake)
+        config = engine.connector._engine_config
+        counters = engine.worker_counters
+        link = engine.make_link(handshake)
         scheduler = EngineEndpoint(EngineId(engine.agent), engine.address)
         self.worker = PDRelayConnectorWorker(config, settings, WorkerRank(self.info.rank))
         if mode == "push":
@@ -85,7 +88,8 @@ class StagedProcess:
             reader = PullReader(link, agent, peers, counters, handshake.landing, timeout=TRANSFER, staging=staging)
             self.runner = self.worker._runner = InMemoryRunner(reader, link, self.worker._after_turn)
         hello = WorkerHello(self.info.worker, handshake.token, receives_pushes=mode == "push")
-        copier, link = StreamCopier(engine, takes if mode == "push" else lends), engine.make_link(handshake)
+        copier = StreamCopier(engine, takes if mode == "push" else lends)
+        link = engine.make_link(handshake)
         stager = StagingWorker(link, copier, counters, scheduler_endpoint=scheduler, hello=hello)
         self.stager = InMemoryRunner(stager, link)
 
@@ -144,7 +148,9 @@ class StagedPair(AsyncPair):
     engine_class = StagedEngine
     mode, slots = "pull", 4
     rest = 130.0  # longer than a quarantine
-    copies, copies_fail, losses = 0.3, 0.05, 0.03
+    copies = 0.3
+    copies_fail = 0.05
+    losses = 0.03
 
     @property
     def modes(self):

@@ -83,7 +83,8 @@ class StagingMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def revoke(self, pick):
         """P lacks blocks; what somebody reads it keeps."""
-        p, request = self.world.p, self.requests[pick % len(self.requests)]
+        p = self.world.p
+        request = self.requests[pick % len(self.requests)]
         if request in p.leases:
             is_read = p.staging_coordinator.is_reading(request) or p.leases.is_read(request, now=self.world.now)
             p.lease_manager.revoke(
@@ -95,7 +96,8 @@ class StagingMachine(RuleBasedStateMachine):
     @rule(pick=PICK, decoder=PICK)
     def meddle(self, pick, decoder):
         """Somebody says over his own connection that another's rank has read everything."""
-        reading, decoder = self.world.read_started(), self.world.decoders[decoder % len(self.world.decoders)]
+        reading = self.world.read_started()
+        decoder = self.world.decoders[decoder % len(self.world.decoders)]
         worker, load = reading[pick % len(reading)]
         if decoder.conn is not None:
             decoder.link.send(decoder.conn, ReadDone(load.request, load.reader, worker.rank, MAX_RANKS))
@@ -130,7 +132,8 @@ class StagingMachine(RuleBasedStateMachine):
     )
     def trouble(self, what, rank, decoder):
         """Of a device, of a worker here or there, of a decode engine's scheduler, or of everybody."""
-        p, decoder = self.world.p, self.world.decoders[decoder % len(self.world.decoders)]
+        p = self.world.p
+        decoder = self.world.decoders[decoder % len(self.world.decoders)]
         copier = p.copiers[rank % p.ranks]
         match what:
             case "stick" | "unstick":
@@ -161,7 +164,8 @@ class StagingMachine(RuleBasedStateMachine):
 
     def check_copy(self, rank, number):
         """Bytes move only into slots that are kept for that very copy."""
-        stager, staging_coordinator = self.world.p.stagers[rank], self.world.p.staging_coordinator
+        stager = self.world.p.stagers[rank]
+        staging_coordinator = self.world.p.staging_coordinator
         order = stager._running[number]
         part = staging_coordinator._parts.get(order.number)
         assert part is not None, "slots were free while a copy into them was under way"

@@ -54,8 +54,13 @@ class HostBuffer:
     """The prefill engine: ``free`` and ``held`` share out its blocks."""
 
     def __init__(self, network, *, ranks, groups):
-        self.network, self.ranks, self.groups, self.now = network, ranks, groups, 0.0
-        self.free, self.held, self.serial = list(range(1, BLOCKS)), {}, 0
+        self.network = network
+        self.ranks = ranks
+        self.groups = groups
+        self.now = 0.0
+        self.free = list(range(1, BLOCKS))
+        self.held = {}
+        self.serial = 0
         self.cache = [region(group * BLOCKS, BLOCKS, group) for group in range(groups)]
         after = groups * BLOCKS
         self.buffer = [region(after + group * (SLOTS + 1), SLOTS + 1, group) for group in range(groups)]
@@ -182,7 +187,8 @@ class Caller:
     def hear(self, event):
         match event:
             case PeerConnected(conn, _):
-                self.conn, self.is_calling = conn, False
+                self.conn = conn
+                self.is_calling = False
             case ConnectFailed():
                 self.is_calling = False
             case ConnectionLost():
@@ -197,7 +203,8 @@ class Worker(Caller):
         self.rank, self.ranks = rank, ranks
         self.p.network.aliases[f"{name}/{rank}"] = name  # as its Hello would prove
         self.loads = {}
-        self.asked, self.answered = set(), []
+        self.asked = set()
+        self.answered = []
 
     def start(self, load):
         self.loads[load.reader] = load
@@ -236,10 +243,12 @@ class Worker(Caller):
                 self._lost()
             case MessageReceived(_, PartStaged(reader, part, slots)):
                 load = self._answered(reader, part)
-                load.state, load.slots = "reading", slots
+                load.state = "reading"
+                load.slots = slots
             case MessageReceived(_, PartRefused(reader, part, reason)):
                 load = self._answered(reader, part)
-                load.state, load.reason = "failed", reason
+                load.state = "failed"
+                load.reason = reason
             case MessageReceived(_, FenceResult(reader, held)):
                 load = self.loads[reader]
                 assert load.state == "confirming"
@@ -290,7 +299,9 @@ class StagingWorld(Turns):
     """One prefill engine, and decode engines with these numbers of ranks."""
 
     def __init__(self, *, ranks=1, groups=1, decoders=(1,)):
-        self.network, self.now, self.serial = InMemoryNetwork(), 0.0, 0
+        self.network = InMemoryNetwork()
+        self.now = 0.0
+        self.serial = 0
         self.p = HostBuffer(self.network, ranks=ranks, groups=groups)
         self.decoders = [Decoder(self.p, f"d{number}", d_ranks) for number, d_ranks in enumerate(decoders)]
         self.run()
@@ -304,7 +315,8 @@ class StagingWorld(Turns):
     def load(self, request, *, size, decoder=0, ranks=None):
         """Have a decode engine, or only some of its ranks, load a request in parts of ``size`` blocks a group."""
         self.serial += 1
-        decoder, reader = self.decoders[decoder], RequestId(f"d-{self.serial}")
+        decoder = self.decoders[decoder]
+        reader = RequestId(f"d-{self.serial}")
         held = self.p.held[request]
         parts = []
         for start in range(0, len(held[0]), size):

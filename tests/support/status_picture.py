@@ -23,7 +23,8 @@ _LOOKS = {"": {"width": 1280}, "-phone": {"width": 390, "scale": 2}, "-dark": {"
 
 def _work(url, seconds):
     """Ask for texts of some length, at random times, for so long."""
-    dice, end = random.Random(7), time.monotonic() + seconds
+    dice = random.Random(7)
+    end = time.monotonic() + seconds
     with httpx.Client(timeout=30) as client, ThreadPoolExecutor(32) as pool:
         while time.monotonic() < end:
             body = {"prompt": "once upon a time", "max_tokens": dice.randint(2, 60), "stream": dice.random() < 0.8}

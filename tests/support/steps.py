@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 def work_of_steps(steps: Iterator[object]) -> list[int]:
     """Run a generator to its end; return the number of calls, of Python's functions and of C's, in each step."""
-    found, count = list[int](), 0
+    found = list[int]()
+    count = 0
 
     def count_call(_frame: object, event: str, _arg: object) -> None:
         nonlocal count

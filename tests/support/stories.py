@@ -206,7 +206,8 @@ class Story:
 
     async def tell(self):
         """Tell it to its end."""
-        bugs, dice = Bugs(), self.dice
+        bugs = Bugs()
+        dice = self.dice
         logger = logging.getLogger("pdrelay_proxy")
         logger.addHandler(bugs)
         router = self.router = build(self.settings, fabric=self.fleet.fabric())
@@ -309,7 +310,8 @@ class Story:
 
     def reload(self):
         """Have the router read its settings again, as at a SIGHUP."""
-        old, self.settings = self.settings, with_values(self.settings, self.other_settings())
+        old = self.settings
+        self.settings = with_values(self.settings, self.other_settings())
         self.router.live.prepared(old, self.settings)()
 
     def other_settings(self):
@@ -444,7 +446,8 @@ class Story:
 
     def check_answer(self, ask, meaning, name, raw):
         """Accept what one engine says to a body, or its beginning and an error."""
-        streams, body = meaning["stream"], flat(meaning)
+        streams = meaning["stream"]
+        body = flat(meaning)
         choices, usage, heads, end = read(ask.api, raw, streams=streams)
         wanted, all_usage, _, _ = read(ask.api, _said(Saying(ask.api, body, "x"), streams), streams=streams)
         assert end in ("whole", "error")

@@ -161,7 +161,8 @@ def _body(lines, rest):
             return body, rest == b"\r\n"
         if len(rest) < length + 2:
             return body + rest[:length], False
-        body, rest = body + rest[:length], rest[length + 2 :]
+        body = body + rest[:length]
+        rest = rest[length + 2 :]
 
 
 def _events(body):

@@ -25,7 +25,10 @@ def read(api, raw, *, streams):
     if not streams:
         said = json.loads(raw)
         return _whole(api, said), _usage(said), {_head(said)}, "error" if "error" in said else "whole"
-    choices, usage, heads, end = {}, None, set(), None
+    choices = {}
+    usage = None
+    heads = set()
+    end = None
     for block in raw.decode().replace("\r\n", "\n").split("\n\n"):
         data = [line[5:].strip() for line in block.split("\n") if line.startswith("data:")]
         assert len(data) < 2, block

@@ -130,10 +130,14 @@ class Step:
 
 def steps(api, body, context, index, *, per_event=1, sampled=min):
     """Yield the steps of one choice; ``sampled`` chooses among tokens."""
-    made, limit, pending, start = [], limit_of(body, context), "", 0
+    made = []
+    limit = limit_of(body, context)
+    pending = ""
+    start = 0
     thinks = 3 if (body.get("chat_template_kwargs") or {}).get("enable_thinking") else 0
     while True:
-        ids, text = [], ""
+        ids = []
+        text = ""
         for _ in range(per_event):
             stops, banned = stops_of(body, len(made))
             token = sampled(next_tokens(body, [*context, *made], len(made), index))
@@ -141,7 +145,8 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
                 token = (token + 1) % VOCABULARY
             made.append(token)
             ids.append(token)
-            is_end, is_over = token in stops, token in stops or len(made) >= limit
+            is_end = token in stops
+            is_over = token in stops or len(made) >= limit
             pending += "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 5 == 0 else "")
             pending += "~" * 10_000 * (body.get("user") == "fat" and not is_end)
             pending += '"kv_transfer_params":{"a":null}' * (
@@ -149,7 +154,8 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
             )
             if token % HALF or is_over:
                 kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
-                text, pending = text + pending.removesuffix(kept), kept
+                text = text + pending.removesuffix(kept)
+                pending = kept
             if is_over or len(made) in (thinks, thinks + 3):
                 break
         part = "reasoning" if start < thinks else "tool" if body.get("tools") and start >= thinks + 3 else "text"
@@ -165,7 +171,9 @@ class Saying:
 
     def __init__(self, api, body, name, *, created=7, prompts=None, contexts=None, cached=None, per_event=1, **chance):
         """``contexts``: what it goes on behind, prompt by prompt, where that is no prompt; ``cached``: tokens."""
-        self.api, self.body, self.cached = api, body, cached
+        self.api = api
+        self.body = body
+        self.cached = cached
         self.prompts = prompts or prompts_of(body)
         self._head = {"id": name, "created": created, "model": body.get("model", "m")}
         if api is Api.GENERATE:
@@ -193,7 +201,8 @@ class Saying:
     def usage(self, made=None, prompt=None):
         """Return what it counts; ``made``: so far, of one choice."""
         read = sum(map(len, self.prompts)) if prompt is None else prompt
-        wrote, cached = self.made if made is None else made, self.cached
+        wrote = self.made if made is None else made
+        cached = self.cached
         if self.api is Api.MESSAGES:
             told = {} if cached is None else {"cache_read_input_tokens": cached}
             return {"input_tokens": read - (cached or 0), "output_tokens": wrote} | told
@@ -225,7 +234,8 @@ class Saying:
                     else {}
                 )
             )
-        text, finish = "".join(step.text for step in self.choices[0]), self.choices[0][-1].finish
+        text = "".join(step.text for step in self.choices[0])
+        finish = self.choices[0][-1].finish
         if self.api is Api.MESSAGES:
             said = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": text}]}
             return self._head | said | {"stop_reason": _STOPS.get(finish), "usage": self.usage()}
@@ -241,7 +251,8 @@ class Saying:
         return self._head | {"object": "response", "status": status, "output": output, "usage": self.usage()}
 
     def _whole(self, choice):
-        text, last = "".join(step.text for step in choice), choice[-1]
+        text = "".join(step.text for step in choice)
+        last = choice[-1]
         said = {"index": last.index, "finish_reason": last.finish, "stop_reason": last.stop} | self._logprobs(choice)
         said |= {"token_ids": [i for step in choice for i in step.ids] if self.body.get("return_token_ids") else None}
         if self.api is Api.COMPLETIONS:
@@ -451,7 +462,10 @@ class Engine:
     """One process of vLLM, and those that follow it at its address."""
 
     def __init__(self, fleet, host):
-        self.fleet, self.host, self.is_up, self.lines = fleet, host, True, {}
+        self.fleet = fleet
+        self.host = host
+        self.is_up = True
+        self.lines = {}
         self.goes_on = asyncio.Event()  # it takes connections, and else stands still
         self.goes_on.set()
         self.begin()
@@ -497,8 +511,10 @@ class Engine:
 
     async def answer(self, path, name, body):
         """Return the pieces of an answer, head first, and what becomes of them."""
-        api, fate = PATHS[path], self.fleet.fate()
-        model, body = body.get("model"), self._meant(body)
+        api = PATHS[path]
+        fate = self.fleet.fate()
+        model = body.get("model")
+        body = self._meant(body)
         if body is None:
             return self._error(404, f"The model `{model}` does not exist."), fate
         if str(body.get("user")).isdigit():
@@ -511,12 +527,14 @@ class Engine:
 
     async def _generated(self, api, name, body, fate):
         """Return an answer to a prompt."""
-        style, params = self.fleet.style, body.get("kv_transfer_params") or {}
+        style = self.fleet.style
+        params = body.get("kv_transfer_params") or {}
         (prompt, *_) = prompts = prompts_of(body)
         limit = limit_of(body, prompt)
         if limit == 2**31 - 1 or "abandoned_transfer_id" in params:
             return self._error(400, "too many"), fate
-        contexts, cached = prompts, None
+        contexts = prompts
+        cached = None
         if params.get("do_remote_prefill"):
             kv = await self._load(params, body)
             if kv is None and self.fleet.fails_loads:
@@ -529,7 +547,8 @@ class Engine:
         self.fleet.heard.append((name, found, body.get("cache_salt")))
         cached = found if cached is None else cached
         shown = cached if self.fleet.tells_cache else None
-        known, created = _NAMES[api].format(name), next(self.fleet.numbers)
+        known = _NAMES[api].format(name)
+        created = next(self.fleet.numbers)
         chance = {"per_event": fate.per_event, "sampled": self.fleet.dice.choice}
         said = Saying(api, body, known, created=created, contexts=contexts, cached=shown, **chance)
         if fate.kind == "abort":  # that /v1/responses calls one with a token completed, only vLLM could mend
@@ -556,7 +575,8 @@ class Engine:
 
     def _lend(self, name, params, body, prompt, cached):
         """Return the parameters with which a decode engine gets the KV of a prompt."""
-        fleet, known = self.fleet, f"{name}-{next(self.fleet.numbers):08x}"
+        fleet = self.fleet
+        known = f"{name}-{next(self.fleet.numbers):08x}"
         pushes = fleet.mode == "push" or params.get("transfer_mode") == "push"
         key = self.id, params["transfer_id"] if pushes else known
         fleet.kv[key] = body["weights"], body.get("cache_salt"), prompt
@@ -599,7 +619,9 @@ class Line(asyncio.Protocol):
     """A connection of an engine: reads requests, and lets the fate of each answer happen."""
 
     def __init__(self, engine):
-        self._engine, self._read, self._task = engine, b"", None
+        self._engine = engine
+        self._read = b""
+        self._task = None
         self._idle = None  # the timer that closes it
         self._goes_on = asyncio.Event()
         self._goes_on.set()

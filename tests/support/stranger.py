@@ -33,7 +33,8 @@ TIMEOUT = 5.0  # s
 
 
 def main(host, port, engine, request):
-    address, name = Address(host, int(port)), RequestId(request)
+    address = Address(host, int(port))
+    name = RequestId(request)
     blunt = {
         "renew": RenewLeases((name,)),
         "drop": DropLeases((name,)),
@@ -74,8 +75,10 @@ def in_the_clear(address):
 def without_hello(address, message):
     """Say what only an engine may say; the names of the messages that come back."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    deframer, heard = Deframer(1 << 20), []
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    deframer = Deframer(1 << 20)
+    heard = []
     with context.wrap_socket(socket.create_connection(address, TIMEOUT)) as sock, contextlib.suppress(OSError):
         sock.sendall(frame(encode(message)))
         while data := sock.recv(1 << 16):

@@ -7,7 +7,8 @@ PAGE = ROOT / "docs/models.md"
 
 def write_cell(writer, rows, columns, row, column, text):
     """Write a cell of the table of a test module; all other cells stay. Rows and columns give the order."""
-    begin, end = f"<!-- written by {writer} -->", "<!-- end -->"
+    begin = f"<!-- written by {writer} -->"
+    end = "<!-- end -->"
     before, _, rest = PAGE.read_text().partition(begin)
     known, _, after = rest.partition(end)
     lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in known.splitlines() if line.startswith("|"))

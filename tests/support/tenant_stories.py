@@ -144,7 +144,8 @@ class TenantStory(Story):
             method, path = dice.choice(ERRANDS)
             return Ask(None, {"path": path}, method=method)
         ask = ask_of_one_engine(dice) if dice.random() < 0.15 else self.any_ask(dice)
-        body, sending = ask.body, Sending()
+        body = ask.body
+        sending = Sending()
         self.sendings[id(ask)] = ask, sending
         body["model"] = dice.choice(self.names)
         sending.coding = dice.choice(("", "", "", "gzip", "deflate"))
@@ -183,7 +184,8 @@ class TenantStory(Story):
         if self.dice.random() < 0.3:
             sending.coding, ask.mistake = "br", 415
         else:
-            sending.raw, ask.mistake = self.dice.choice(NO_OBJECTS), 400
+            sending.raw = self.dice.choice(NO_OBJECTS)
+            ask.mistake = 400
 
     def too_long(self, ask):
         """Send more than a body may have, or not so much."""
@@ -236,7 +238,8 @@ class TenantStory(Story):
         dice = self.dice
         await asyncio.sleep(dice.choice((0, 1, 2, 3)))
         _, writer = await self.connect()
-        key, body = key_of(dice.choice(("nobody", *self.tenants))), b'{"model": "m", "prompt": "hi", "max_tokens": 9}'
+        key = key_of(dice.choice(("nobody", *self.tenants)))
+        body = b'{"model": "m", "prompt": "hi", "max_tokens": 9}'
         head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-api-key: {key}\r\n".encode()
         sized, chunked = b"%bcontent-length: %%d\r\n\r\n" % head, head + b"transfer-encoding: chunked\r\n\r\n"
         written = (

@@ -110,7 +110,9 @@ def _fault(item, declared, cpu_s):
 
 def pytest_terminal_summary(terminalreporter):
     """Say what each tier has cost, and which files most of it."""
-    tiers, files, counts = Counter(), Counter(), Counter()
+    tiers = Counter()
+    files = Counter()
+    counts = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if getattr(report, "when", None) != "teardown":

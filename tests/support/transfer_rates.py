@@ -45,7 +45,8 @@ def info_of(agent, memory, device):
     from pdrelay_connector.core.messages import RankInfo, Region
     from pdrelay_connector.io.nixl import register
 
-    size, place = memory.nbytes, place_of(device)
+    size = memory.nbytes
+    place = place_of(device)
     metadata = register(agent, *place, [(memory.address, size)])
     return RankInfo(0, 1, metadata, *place, (Region(memory.address, 1, 1, 1, size, size, size, size),))
 
@@ -60,7 +61,8 @@ def hold(device, mib):
     """Own memory that the other process reads and writes, and say a byte of it when asked."""
     import msgspec
 
-    memory, agent = TensorMemory(device, (1, 1, mib << 20)), new_agent(device)
+    memory = TensorMemory(device, (1, 1, mib << 20))
+    agent = new_agent(device)
     memory.paint([0], 3)
     print(json.dumps({"info": msgspec.msgpack.encode(info_of(agent, memory, device)).hex()}), flush=True)
     for line in sys.stdin:

@@ -57,7 +57,9 @@ class Trio:
         self._options = {"extra_args": (*args, *architecture.args), "kv_cache_mib": 64}
         self._blocks = blocks  # of D: a P with so few could not lend eight prompts
         self._fleet, self._model = fleet, model
-        self.modes, self.pairs, self._children = modes, {}, []
+        self.modes = modes
+        self.pairs = {}
+        self._children = []
         self.single = engine_spec(f"{architecture.label}-single", model, **self._options)
         self._start(self.single)
 

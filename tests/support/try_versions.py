@@ -48,7 +48,9 @@ def earlier():
 def environment(version):
     """Return the Python of a version's environment, made anew if its requirements have changed."""
     lock, folder = LOCKS / f"{version}.txt", KEPT / version
-    python, packages, stamp = folder / "bin/python", folder / PACKAGES, folder / STAMP
+    python = folder / "bin/python"
+    packages = folder / PACKAGES
+    stamp = folder / STAMP
     if stamp.exists() and stamp.read_text() == lock.read_text():
         return python
     venv.create(folder, clear=True, symlinks=True)

@@ -64,7 +64,9 @@ class Place:
     """Where an engine runs: a process that dies is followed by another one, at the same address."""
 
     def __init__(self, fleet, number, role):
-        self.fleet, self.number, self.role = fleet, number, role
+        self.fleet = fleet
+        self.number = number
+        self.role = role
         self.address = Address("10.0.0.1", 5600 + number)
         self.drained_at = None
         self.start()
@@ -82,10 +84,17 @@ class TurningFleet(Turns):
     """Some places with engines, stepped together."""
 
     def __init__(self, roles):
-        self.network, self.now, self.cut_at, self.serial = InMemoryNetwork(), 0.0, None, 0
-        self.addresses, self.cached, self.engines, self.strays = {}, {}, [], []
+        self.network = InMemoryNetwork()
+        self.now = 0.0
+        self.cut_at = None
+        self.serial = 0
+        self.addresses = {}
+        self.cached = {}
+        self.engines = []
+        self.strays = []
         self.counts = Counter()
-        self.streams, self.legs = [], {}
+        self.streams = []
+        self.legs = {}
         self.places = [Place(self, number, role) for number, role in enumerate(roles)]
 
     # ---- the network and the engines
@@ -201,7 +210,8 @@ class TurningFleet(Turns):
         self._decode(stream, f"t{self.next()}", None)
 
     def _decode(self, stream, transfer, params):
-        engine, stream.target = stream.target, None
+        engine = stream.target
+        stream.target = None
         left = stream.most - len(stream.said)
         stream.decode = self._send(stream, engine, transfer, most=left, params=params)
 

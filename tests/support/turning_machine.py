@@ -140,7 +140,8 @@ class TurningMachine(RuleBasedStateMachine):
                 fleet.network.lose()
             case _:
                 for mover in engine.movers:
-                    mover.stuck, mover.clinging = True, what == "cling"
+                    mover.stuck = True
+                    mover.clinging = what == "cling"
         self.rounds(rounds)
 
     @precondition(lambda self: self.fleet.cut_at is not None)

@@ -62,7 +62,11 @@ class Engine:
     """One engine's ranks and their memories. Its groups take turns in one pool of blocks, as vLLM's do."""
 
     def __init__(self, network, name, model, shape, blocks):
-        self.network, self.name, self.model, self.shape, self.blocks = network, name, model, shape, blocks
+        self.network = network
+        self.name = name
+        self.model = model
+        self.shape = shape
+        self.blocks = blocks
         self.groups = [CacheGroup(size, w) for size, w in zip(shape.sizes, model.windows, strict=True)]
         layers = iter(model.layers)
         self.layers = [[next(layers) for _ in range(count)] for count in shape.stages or (len(model.layers),)]
@@ -158,11 +162,13 @@ class UnequalWorld(Turns):
     """A prefill engine that has a prompt and a decode engine that lacks the end of it."""
 
     def __init__(self, model=None, p=None, d=None, *, prompt=22, external=None, blocks=64):
-        self.network, self.now = InMemoryNetwork(), 0.0
+        self.network = InMemoryNetwork()
+        self.now = 0.0
         model = model or Model()
         self.p = Engine(self.network, P, model, p or Shape(), blocks)
         self.d = Engine(self.network, D, model, d or Shape(), blocks + 7)
-        self.prompt, self.external = prompt, prompt - 1 if external is None else external
+        self.prompt = prompt
+        self.external = prompt - 1 if external is None else external
         self.source, self.target = self.p.tables(prompt), self.d.tables(prompt, after=9)
         self.loaded = []  # what each rank of D says, in pull; what D says, in push
         for info in self.p.infos:
@@ -193,7 +199,8 @@ class UnequalWorld(Turns):
             reader.load(LoadOrder(A, T, P, HOME[P], self.token_ranges()), now=self.now)
 
     def _reader(self, info, mover):
-        link, counters = InMemoryLink(self.network, f"{D}/{info.worker}", engine=D), Counters()
+        link = InMemoryLink(self.network, f"{D}/{info.worker}", engine=D)
+        counters = Counters()
         peers = PeerTable(link, FINGERPRINT, counters, retry_after=1.0)
         reader = PullReader(link, mover, peers, counters, info, timeout=TIMEOUT)
         self.d.cores.append((link, reader))

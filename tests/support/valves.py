@@ -107,7 +107,8 @@ class Valve:
                 pipe.instead = data
 
     def _go_on(self):
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for go_on in waiting:
             go_on()
 
@@ -179,7 +180,8 @@ class _Pipe(asyncio.Protocol):
                 self._engine.transport.write(self._take(Passing.REQUEST))
 
     def _take(self, what):
-        taken, self._backlog[what] = self._backlog[what], b""
+        taken = self._backlog[what]
+        self._backlog[what] = b""
         return taken
 
     async def _connect(self, far):

@@ -33,7 +33,9 @@ POLICIES = ("recompute", "fail")
 HELD, BLOCKS_HELD = "vllm:pdrelay_leases_held", "vllm:pdrelay_blocks_held"
 BORROWING, LINGERING = "vllm:pdrelay_requests_waiting_for_remote_kv", "vllm:pdrelay_blocks_quarantined"
 EXPIRED, LOADS = "vllm:pdrelay_leases_expired_total", "vllm:pdrelay_loads_total"
-RUNNING, WAITING, USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+USAGE = "vllm:kv_cache_usage_perc"
 _fresh = itertools.count(10_000)  # numbers of prompts that no engine has in its cache
 
 
@@ -216,7 +218,8 @@ def queue_of(count, p, d, *, first, busy=False):
 
     The seat is free when the test sets the event, or leaves the block.
     """
-    prompts, leave = [prompt_of(first + number) for number in range(count)], threading.Event()
+    prompts = [prompt_of(first + number) for number in range(count)]
+    leave = threading.Event()
     with ThreadPoolExecutor(count + 1) as pool:
         seat = pool.submit(hold_seat, d, leave, busy=busy)
         try:

@@ -96,7 +96,8 @@ class Sources:
     """The sources of a package, by the names of its modules."""
 
     def __init__(self, package):
-        self._package, self._trees = Path(package), {}
+        self._package = Path(package)
+        self._trees = {}
 
     def tree(self, module):
         """Return a module's syntax tree; None if there is no such module."""
@@ -122,7 +123,8 @@ class Sources:
     def fields(self, where):
         """Return the fields of a pydantic model, its bases' too; those with an underscore are private attributes."""
         module, _, name = where.partition(":")
-        node, found = self.find(module, name), set()
+        node = self.find(module, name)
+        found = set()
         if node is None:
             return found
         for base in node.bases:
@@ -148,7 +150,8 @@ class Sources:
 
     def names(self, module):
         """Return the names that a module has, its submodules too."""
-        tree, folder = self.tree(module), self._package.joinpath(*module.split(".")[1:])
+        tree = self.tree(module)
+        folder = self._package.joinpath(*module.split(".")[1:])
         found = {file.stem for file in folder.iterdir()} if folder.is_dir() else set()
         for node in _outer(tree.body if tree is not None else ()):
             found |= _defined(node)

@@ -61,7 +61,9 @@ class Told(ResponseHandler):
 
     def __init__(self, engine: str = "decode-0", took: Callable[[bytes], object] = len) -> None:
         super().__init__(engine)
-        self.status, self.content_type, self.load = 0, b"", b""
+        self.status = 0
+        self.content_type = b""
+        self.load = b""
         self.pieces: list[bytes] = []
         self.is_over = False
         self._took = took
@@ -93,7 +95,9 @@ class Told(ResponseHandler):
             await self._news.wait()
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
-        self.status, self.content_type, self.load = status, content_type, load
+        self.status = status
+        self.content_type = content_type
+        self.load = load
         self._news.set()
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:

@@ -162,7 +162,8 @@ def engine_trust(args: argparse.Namespace) -> Named | None:
 
 def counted(args: argparse.Namespace) -> dict[str, float]:
     """Add up the connector's numbers of all engines behind a name; Missing if none can be asked."""
-    engines, tls = args.decode, engine_trust(args)
+    engines = args.decode
+    tls = engine_trust(args)
     host, _, port = engines.rpartition(":")
     try:
         found = {

@@ -114,7 +114,8 @@ def test_an_engine_that_pulls_has_no_core_of_push(world, part):
 def test_what_is_staged_ends_with_its_lease(world):
     """Its slots are another request's then."""
     staging = StagingWorld()
-    p, request = staging.p, staging.p.lend(2)
+    p = staging.p
+    request = staging.p.lend(2)
     staging.load(request, size=2)
     staging.run()
     control = ControlPlane(

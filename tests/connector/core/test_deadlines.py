@@ -20,7 +20,8 @@ STEPS = st.lists(
 @given(STEPS)
 def test_it_is_what_a_look_at_all_of_them_would_say(steps):
     """Whether deadlines move forth, back, or away and back again."""
-    deadlines, plain = Deadlines(), {}
+    deadlines = Deadlines()
+    plain = {}
     for step, *args in steps:
         match step:
             case "set":

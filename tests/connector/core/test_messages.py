@@ -241,7 +241,8 @@ def test_the_longest_heartbeat_fits_into_a_frame():
 
 def test_the_largest_part_fits_into_a_frame():
     """Staging would otherwise end with the connection."""
-    longest, blocks = RequestId("\U0001f600" * MAX_ID), ((BlockId(MAX_BLOCKS - 1),) * MAX_PART,) * MAX_GROUPS
+    longest = RequestId("\U0001f600" * MAX_ID)
+    blocks = ((BlockId(MAX_BLOCKS - 1),) * MAX_PART,) * MAX_GROUPS
 
     assert len(encode(CopyOut(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME
     assert len(encode(CopyIn(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME

@@ -29,7 +29,9 @@ from support.recording_link import ConnectingLink
 
 SCHEDULER, D = ConnId(1), ConnId(2)  # in the order in which they are opened
 GUEST = ConnId(7)  # D's connection, as our scheduler calls it
-T, R, ENGINE = RequestId("t"), RequestId("r"), EngineId("d")
+T = RequestId("t")
+R = RequestId("r")
+ENGINE = EngineId("d")
 ADDRESS = Address("10.0.0.2", 5700)
 
 
@@ -38,7 +40,8 @@ class Worker:
 
     def __init__(self):
         self.link, self.written, self.read, self.now = ConnectingLink(), RecordingAgent(), RecordingAgent(), 0.0
-        counters, own = Counters(), rank_info("p")
+        counters = Counters()
+        own = rank_info("p")
         self.writer = PushWriter(
             self.link,
             self.written,

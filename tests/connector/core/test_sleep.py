@@ -55,7 +55,8 @@ def test_each_generation_has_an_id_and_all_have_one_name():
 
 def test_leases_are_given_up_and_their_holders_are_told():
     """What waits there computes its own prompt."""
-    world, lost = World(), []
+    world = World()
+    lost = []
     world.d.on_lost = lost.append
     world.start_renewing(world.lend())
     world.run()
@@ -118,7 +119,8 @@ def test_who_comes_while_an_engine_sleeps_hears_why_it_is_refused():
 
 def test_an_engine_that_sleeps_gives_back_what_it_has_leased():
     """Its prefill engine needs the blocks, and must not wait for the end of the lease."""
-    world, lost = World(), []
+    world = World()
+    lost = []
     world.d.on_lost = lost.append
     world.start_renewing(world.lend())
     world.run()

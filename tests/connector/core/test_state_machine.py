@@ -12,7 +12,11 @@ from pdrelay_connector.core.staging import staged_read
 from pdrelay_connector.errors import IllegalTransition
 from support.engines import lent
 
-D, P, ADDRESS, T, A = ConnId(7), EngineId("p0"), Address("10.0.0.1", 5600), RequestId("t"), RequestId("d-a")
+D = ConnId(7)
+P = EngineId("p0")
+ADDRESS = Address("10.0.0.1", 5600)
+T = RequestId("t")
+A = RequestId("d-a")
 REGISTER = RegisterPush(A, T, None, lent(0, (1,)))
 STAGE = StagePart(T, A, 0, 1, 0, ((),))
 LIVES = {  # module: (one that is in a state, what its errors call it)
@@ -40,7 +44,8 @@ def cells():
 @pytest.mark.parametrize(("module", "before", "event"), list(cells()))
 def test_every_cell_of_a_table(module, before, event):
     make, name = LIVES[module]
-    one, row = make(before), module.TRANSITIONS[before]
+    one = make(before)
+    row = module.TRANSITIONS[before]
     if event in row:
         one.on(event)
         assert one.state is row[event]

@@ -53,7 +53,8 @@ def test_a_copy_in_other_parts_is_the_same_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", sorted(tensors()))
 def test_a_fine_tune_of_one_tensor_is_another_checkpoint(tmp_path, name):
     """Its headers and its files' sizes are those of the model it was made from."""
-    base, tuned = save(tmp_path / "base", tensors()), tensors()
+    base = save(tmp_path / "base", tensors())
+    tuned = tensors()
     tuned[name] = tuned[name] * np.float32(1.001)
     other = save(tmp_path / "tuned", tuned)
 

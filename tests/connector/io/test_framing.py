@@ -11,7 +11,9 @@ from pdrelay_connector.io.framing import Deframer, frame
 @given(st.lists(st.binary(max_size=50), max_size=10), st.lists(st.integers(1, 30), max_size=50))
 def test_messages_arrive_whole_however_the_stream_is_cut(messages, cuts):
     """TCP knows no messages."""
-    stream, deframer, arrived = b"".join(map(frame, messages)), Deframer(50), []
+    stream = b"".join(map(frame, messages))
+    deframer = Deframer(50)
+    arrived = []
     for cut in [*cuts, len(stream) + 1]:
         arrived += deframer.feed(stream[:cut])
         stream = stream[cut:]

@@ -49,7 +49,8 @@ def of(kind):
 
 def test_two_links_meet_and_talk_both_ways(net):
     """The main path."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     d.send(conn, RenewLeases((A,)))
     (renewed,) = net.events(p)
@@ -62,7 +63,8 @@ def test_two_links_meet_and_talk_both_ways(net):
 
 def test_order_is_kept(net):
     """A Done after its heartbeat, not before."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     sent = [RenewLeases((RequestId(str(number)),)) for number in range(200)]
     for message in sent:
@@ -74,7 +76,8 @@ def test_order_is_kept(net):
 
 def test_each_end_hears_once_that_the_other_closed(net):
     """The end that closes gets no event."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     d.send(conn, RenewLeases((A,)))
     net.events(p)
@@ -88,7 +91,8 @@ def test_each_end_hears_once_that_the_other_closed(net):
 
 def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
     """Several messages may arrive at once; the first one may be reason enough to close."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     for _ in range(3):
         d.send(conn, RenewLeases((A,)))
@@ -104,7 +108,8 @@ def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
 
 def test_sending_to_a_closed_connection_is_ignored(net):
     """Its ConnectionLost is handled, or the caller closed it itself."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     d.close(conn)
     d.send(conn, RenewLeases((A,)))
@@ -115,7 +120,8 @@ def test_sending_to_a_closed_connection_is_ignored(net):
 @pytest.mark.parametrize(("ours", "theirs"), [(b"", b"s"), (b"s", b""), (b"s", b"t")])
 def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     """On the client's side; the listener has no event."""
-    d, p = net.link(secret=ours), net.listener(secret=theirs)
+    d = net.link(secret=ours)
+    p = net.listener(secret=theirs)
     conn = d.connect(p.address, P)
     (failed,) = net.events(d)
 
@@ -209,7 +215,8 @@ def test_unauthenticated_connections_are_limited(net, monkeypatch, limit):
 )
 def test_an_invalid_first_message_closes_only_that_connection(net, data):
     """The thread that renews all leases goes on."""
-    p, d = net.listener(), net.link()
+    p = net.listener()
+    d = net.link()
     client = net.client(p.address)
     client.receive(net)
     client.sock.sendall(data)
@@ -250,7 +257,8 @@ def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
 
 def test_a_message_larger_than_the_sockets_buffer_arrives(net):
     """It is sent in pieces, without blocking."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     large = DropLeases(tuple(RequestId(f"{number:0200}") for number in range(1000)))
     for _ in range(30):
@@ -263,7 +271,8 @@ def test_a_message_larger_than_the_sockets_buffer_arrives(net):
 def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
     """NIXL's metadata of many ranks and devices."""
     huge = changed(WELCOME, ranks=(changed(rank_info("p0"), agent=b"x" * (link_module.MAX_UNSENT + 1)),))
-    d, p = net.link(), net.listener(welcome=huge)
+    d = net.link()
+    p = net.listener(welcome=huge)
     conn = d.connect(p.address, P)
 
     assert net.events(d) == [PeerConnected(conn, huge)]
@@ -313,7 +322,8 @@ def test_a_peer_that_has_reset_a_connection_may_be_elsewhere():
 
 def test_an_engine_that_takes_the_place_of_the_expected_one_says_so(net):
     """Decode engines then know that the one before has ended."""
-    p, d = net.listener(), net.link()
+    p = net.listener()
+    d = net.link()
     d.connect(p.address, EngineId("before"))
     (failed,) = net.events(d)
 
@@ -443,7 +453,8 @@ def test_a_listener_that_hangs_up_fails(net):
 
 def test_a_cancelled_attempt_is_not_reported(net):
     """And its connection is closed when it succeeds after all."""
-    p, d = net.listener(server=SlowServer), net.link()
+    p = net.listener(server=SlowServer)
+    d = net.link()
     conn = d.connect(p.address, P)
     d.close(conn)
     net.idle(d, 0.6)
@@ -454,7 +465,9 @@ def test_a_cancelled_attempt_is_not_reported(net):
 
 def test_slow_listeners_are_met_at_the_same_time(net):
     """Eight new prefill engines, each of which answers when all have been asked."""
-    d, running, all_asked = net.link(), threading.Event(), threading.Barrier(8, timeout=LONG / 2)
+    d = net.link()
+    running = threading.Event()
+    all_asked = threading.Barrier(8, timeout=LONG / 2)
 
     class Waits(HandshakeServer):
         def answer(self, message, arrival):
@@ -524,7 +537,9 @@ class Broken:
     """A socket on which the system reports an error."""
 
     def __init__(self, sock, number, on):
-        self.sock, self.number, self.on = sock, number, on
+        self.sock = sock
+        self.number = number
+        self.on = on
 
     def __getattr__(self, name):
         if name == self.on:
@@ -557,7 +572,8 @@ def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
 
     A reset is no such end: a kernel that gave up a cut connection answers so later, and so may anything between.
     """
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     found = d._conns[conn]
     found.tls.sock = Broken(found.tls.sock, number, on)
@@ -573,7 +589,8 @@ def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
 
 def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
     """It may go on."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     d.close(conn)
     assert [event.silent for event in net.events(p)] == [False]
@@ -587,7 +604,8 @@ def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
 
 def test_connections_tell_when_the_other_machine_is_gone(net):
     """Without a FIN and without traffic: half-open connections would pile up for ever."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     sock = d._conns[conn].tls.sock
 
@@ -598,7 +616,8 @@ def test_connections_tell_when_the_other_machine_is_gone(net):
 
 def test_a_port_that_is_taken_is_a_settings_error(net):
     """In one sentence that names the variables."""
-    p, other = net.listener(), net.link()
+    p = net.listener()
+    other = net.link()
 
     with pytest.raises(SettingsError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
         other.listen(p.address, HandshakeServer(WELCOME, in_force(b"")))
@@ -622,7 +641,9 @@ def test_it_listens_on_ipv6(net):
 
 def test_stop_leaves_nothing_open(net):
     """No thread and no file, with connections, clients and a meeting under way."""
-    d, p, slow = net.link(), net.listener(), net.listener(server=SlowServer)
+    d = net.link()
+    p = net.listener()
+    slow = net.listener(server=SlowServer)
     before = open_files()
     net.connect(d, p)
     net.client(p.address)
@@ -639,7 +660,8 @@ def test_stop_leaves_nothing_open(net):
 
 def test_an_attempt_that_succeeds_after_stop_is_closed(net):
     """Its thread cannot be interrupted; its connection has no owner any more."""
-    d, p = net.link(), net.listener(server=SlowServer)
+    d = net.link()
+    p = net.listener(server=SlowServer)
     d.connect(p.address, P)
     net.idle(p, 0.02)
     net.stop(d)

@@ -92,7 +92,8 @@ def test_the_thread_begins_with_what_it_must_be_before_anything_else():
 
 def test_a_turn_that_does_not_end_is_seen_from_outside():
     """A call of NIXL may never return. Waiting is no turn."""
-    core, goes_on = Log(), threading.Event()
+    core = Log()
+    goes_on = threading.Event()
     with Started(core) as runner:
         core.turns.acquire(timeout=10)
         wait_for(lambda: runner.busy_s == 0)
@@ -117,7 +118,8 @@ def test_commands_come_before_events():
 
 def test_commands_know_the_time():
     """Monotonic, and when they run."""
-    core, before = Log(), time.monotonic()
+    core = Log()
+    before = time.monotonic()
     with Started(core) as runner:
         runner.post(lambda core, now: core.note(now))
         wait_for(lambda: core.seen)
@@ -190,7 +192,8 @@ def test_a_bug_is_not_silent():
 
 def test_stop_ends_the_thread():
     """At once, although it sleeps."""
-    started, start = Started(Log()), time.monotonic()
+    started = Started(Log())
+    start = time.monotonic()
     with started:
         pass
 

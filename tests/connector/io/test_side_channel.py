@@ -65,7 +65,8 @@ def fails(net, link, address, engine=P):
 
 def test_what_engines_say_cannot_be_read_on_the_way(net):
     """Names of requests, block numbers, NIXL's metadata: nothing of it travels in the clear."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     seen = []
     with forwarding(p.address, seen.append) as address:
         d.connect(address, P)
@@ -118,7 +119,8 @@ def test_only_tls_1_3_is_spoken(net):
     p = net.listener()
     client = net.client(p.address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     sock = context.wrap_socket(client.raw, do_handshake_on_connect=False)
     sock.settimeout(LONG)
@@ -179,7 +181,8 @@ def test_a_relay_cannot_reuse_a_clients_proof(net):
 
 def test_bytes_that_are_passed_on_unread_are_refused_too(net):
     """The client dialled another address than the engine's own."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     with forwarding(p.address) as address:
         reason = fails(net, d, address)
 
@@ -238,10 +241,8 @@ def test_the_last_word_of_a_worker_that_leaves_counts(net):
 def test_a_connection_is_known_until_its_end_is_taken_in(net):
     """Then its Hello is forgotten: engines come and go for ever."""
     p = Lending(net)
-    holder, other = (
-        p.lease_manager.leases.holder(A),
-        next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.leases.holder(A)),
-    )
+    holder = p.lease_manager.leases.holder(A)
+    other = next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.leases.holder(A))
     p.d.close(p.own)
     time.sleep(0.1)
     events = p.link.poll(0)
@@ -355,7 +356,8 @@ def test_the_longest_certificate_chain_is_within_the_record_limit(net, tmp_path)
     chain = Path(authority.own.cert).read_bytes()
     with Path(settings.tls_cert).open("ab") as file:
         file.write(chain * (95 * 1024 // len(ssl.PEM_cert_to_DER_cert(chain.decode()))))
-    d, p = net.link(settings=settings), net.listener(settings=settings)
+    d = net.link(settings=settings)
+    p = net.listener(settings=settings)
 
     assert net.connect(d, p)
 
@@ -419,7 +421,9 @@ def test_clients_of_one_engine_are_limited(net, monkeypatch):
 def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net):
     """Half of what it opened may be quiet: its workers speak at the end of a read only."""
     p = net.listener()
-    quiet, busy, worker = net.client(p.address), net.client(p.address), net.client(p.address)
+    quiet = net.client(p.address)
+    busy = net.client(p.address)
+    worker = net.client(p.address)
     quiet.authenticate(net, engine="quiet")
     busy.authenticate(net, engine="busy")
     worker.authenticate(net, engine="busy")
@@ -438,7 +442,8 @@ def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch
     p = net.listener()
     client = net.client(p.address)
     with no_more_descriptors():
-        start, turns = time.monotonic(), 0
+        start = time.monotonic()
+        turns = 0
         while time.monotonic() - start < 0.2:
             list(p.poll(0.2))
             turns += 1
@@ -505,7 +510,8 @@ def pouring(sock, records):
 
 def test_endless_key_updates_before_authentication_close_only_that_connection(net, tmp_path):
     """The thread that reads them renews all leases."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     client = net.client(p.address, keylog=tmp_path / "keys")
     assert isinstance(client.receive(net), Challenge)
@@ -523,7 +529,8 @@ def test_endless_key_updates_before_authentication_close_only_that_connection(ne
 @pytest.mark.parametrize("message", [QUIET, ASKING])
 def test_an_engine_that_updates_its_key_without_end_does_not_keep_others_from_being_heard(net, tmp_path, message):
     """It may, for it has proven that it is one of us, but others have their turn in between."""
-    d, p = net.link(), net.listener()
+    d = net.link()
+    p = net.listener()
     conn = net.connect(d, p)
     mad = net.client(p.address, keylog=tmp_path / "keys")
     mad.authenticate(net)
@@ -566,7 +573,8 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
     socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[:4], before=1))
     net.idle(None, 0.05)
     p.send(found.id, RenewLeases((A,)))
-    start, turns = time.monotonic(), 0
+    start = time.monotonic()
+    turns = 0
     while time.monotonic() - start < 0.2:
         list(p.poll(0.2))
         turns += 1
@@ -594,7 +602,8 @@ def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
 
 def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_time(net, tmp_path):
     """It sends key updates in place of its Welcome."""
-    tls, nonce = Tls(TLS), b"n" * 32
+    tls = Tls(TLS)
+    nonce = b"n" * 32
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address(*server.getsockname())
         d = net.link(timeout=4.0)  # a busy machine needs some of it for the handshake

@@ -105,7 +105,9 @@ def test_what_waits_behind_a_gap_is_bounded():
 )
 def test_no_batch_is_left_out_in_silence(heard, replays, kept):
     """Subscriptions and replays lose what they like: between two batches that are not neighbours there is a gap."""
-    sequence, told, attempts = BatchSequence(), [], iter(replays)
+    sequence = BatchSequence()
+    told = []
+    attempts = iter(replays)
 
     def replay_some(last):
         start = sequence.expected

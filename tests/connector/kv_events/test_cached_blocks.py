@@ -141,7 +141,8 @@ def test_a_loop_of_parents_ends():
 def test_a_snapshot_tells_the_same_blocks_parents_first(events):
     cache = after(*events)
     told = snapshot(cache)
-    seen, names = set(), {name for name, _ in cache.names()}
+    seen = set()
+    names = {name for name, _ in cache.names()}
 
     assert blocks_of([msgspec.msgpack.encode([0.0, told, 0])]) == cache.names() == blocks_of([batch(*events)])
     for event in told:

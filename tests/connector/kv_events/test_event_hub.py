@@ -65,7 +65,8 @@ def test_first_comes_the_state_then_its_end_then_what_follows():
 @given(st.data())
 def test_a_reader_knows_what_the_events_say_whenever_it_comes(data):
     """Batches of two ranks, readers that come, read some and go on, gaps, and too many blocks at times."""
-    hub, readers = hub_of(0, 1, max_blocks=data.draw(st.sampled_from([4, 1000]))), []
+    hub = hub_of(0, 1, max_blocks=data.draw(st.sampled_from([4, 1000])))
+    readers = []
     direct = {0: set(), 1: set()}
     for _ in range(data.draw(st.integers(0, 25))):
         rank = data.draw(st.sampled_from([0, 1]))

@@ -59,7 +59,8 @@ def publisher(tmp_path):
 
 async def serving(sources, args, ask=None):
     """Return an app with the plugin's route, and what follows the events."""
-    app, plugin = FastAPI(), KVEventsPlugin()
+    app = FastAPI()
+    plugin = KVEventsPlugin()
     plugin.attach_router(app)
     core = SimpleNamespace(call_utility_async=ask)
     client = SimpleNamespace(get_kv_event_sources=lambda: sources, engine_core=core)
@@ -90,7 +91,8 @@ async def test_an_engine_without_events_says_how_to_have_some():
 
 async def test_an_engine_whose_vllm_does_not_say_where_its_events_are_says_so():
     """Before 0.31. Its operator may have switched the events on, and would look for the mistake."""
-    app, plugin = FastAPI(), KVEventsPlugin()
+    app = FastAPI()
+    plugin = KVEventsPlugin()
     plugin.attach_router(app)
     await plugin.init_state(SimpleNamespace(), app.state, Namespace(**BEHIND_A_KEY))
     status, message = await answered(app, app.state.pdrelay_kv_events)
@@ -109,7 +111,8 @@ async def test_what_was_published_before_anybody_came_is_replayed(publisher):
     """The plugin may subscribe later than the first step."""
     publisher.publish(KVEventBatch(ts=0.0, events=[stored([b"a", b"b"])]))
     app, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY)
-    reader, messages = StreamReader(), asyncio.Queue()
+    reader = StreamReader()
+    messages = asyncio.Queue()
 
     async def send(message):
         await messages.put(message)
@@ -155,7 +158,8 @@ def test_who_has_no_key_is_served_on_this_machine_only(monkeypatch, args, closed
 def test_endpoints_that_others_reach_are_named(tmp_path):
     """ZMQ asks for no key; only a directory can be closed."""
     tmp_path.chmod(0o700)
-    private, public = f"ipc://{tmp_path}/x", "tcp://*:5557"
+    private = f"ipc://{tmp_path}/x"
+    public = "tcp://*:5557"
 
     assert KVEventSource(private, "inproc://x").exposures == ()
     assert KVEventSource(private, public).exposures == (public,)

@@ -47,10 +47,12 @@ def test_its_settings_are_part_of_it(tmp_path):
 
 def test_an_adapter_that_changed_behind_the_engine_shares_kv_with_nobody(tmp_path):
     """The engine has the old weights, or the new ones if it had no room for the adapter meanwhile."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    folder = write_adapter(tmp_path / "a", seed=1)
+    adapters = AdapterIdentities()
     old = adapters.identity_of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
-    changed, elsewhere = adapters.identity_of(request(folder)), fresh(folder)
+    changed = adapters.identity_of(request(folder))
+    elsewhere = fresh(folder)
 
     assert len({old, changed, elsewhere}) == 3
     assert changed == adapters.identity_of(request(folder))
@@ -59,7 +61,8 @@ def test_an_adapter_that_changed_behind_the_engine_shares_kv_with_nobody(tmp_pat
 @pytest.mark.parametrize("options", [{"number": 2}, {"load_inplace": True}], ids=["loaded again", "loaded in place"])
 def test_a_second_identity_of_one_name_and_path_is_shared_with_nobody(tmp_path, options, caplog):
     """VLLM finds blocks by name and path: those of the old weights would be handed over as those of the new ones."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    folder = write_adapter(tmp_path / "a", seed=1)
+    adapters = AdapterIdentities()
     old = adapters.identity_of(request(folder))
     assert not adapters.has_changed(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))

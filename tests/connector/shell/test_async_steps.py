@@ -73,7 +73,8 @@ def test_answers_go_back_and_come_again(sizes):
 
 def push(seed):
     """Push a prompt that takes P three steps, for which D has lent its blocks before."""
-    shape, prompt = KINDS["full attention"].shape(), [number % 3 for number in range(70)]
+    shape = KINDS["full attention"].shape()
+    prompt = [number % 3 for number in range(70)]
     pair = AsyncPair(shape, shape, Chances(seed))
     pair.register("r", prompt, 4)
     for _ in range(6):

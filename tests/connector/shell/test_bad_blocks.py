@@ -28,7 +28,8 @@ def pair_of(engine, policy="recompute"):
 
 def stories(pair_class, name="full attention", blocks=56, **chances):
     """Play some stories; returns what has happened in all of them."""
-    counts, shape = Counter(), KINDS[name].shape(blocks=blocks)
+    counts = Counter()
+    shape = KINDS[name].shape(blocks=blocks)
     for seed in range(SEEDS):
         pair = play(shape, shape, Chances(seed, leaves=0.1, **chances), pair_class=pair_class)
         assert not pair.p.connector._scheduler._bad_blocks

@@ -23,7 +23,10 @@ with warnings.catch_warnings():
     from support.scheduled_engine import REVOKE
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-SIZE, BLOCKS, CACHED, WAIT = 4, 12, 4, 10.0
+SIZE = 4
+BLOCKS = 12
+CACHED = 4
+WAIT = 10.0
 PLAYED = ("full attention", "chunks", *(["state of Mamba 2"] if vllm_versions.ASKS_WHAT_IS_LOADED else []))
 
 
@@ -99,7 +102,8 @@ def test_blocks_that_are_cached_for_a_load_are_not_left():
 @pytest.mark.parametrize("name", PLAYED)
 def test_loads_leave_a_block_for_the_next_token(name):
     """Two prompts fill the cache to its end, and each needs a block of every group for the token that D computes."""
-    kind, prompts = KINDS[name], [[number, *[0, 1] * 28] for number in range(2)]
+    kind = KINDS[name]
+    prompts = [[number, *[0, 1] * 28] for number in range(2)]
     groups = kind.specs(4)
     loaded = sum(group.loaded_blocks(56, 0) for group in map(_group, groups))
     pair = Pair(kind.shape(blocks=200), kind.shape(blocks=1 + 2 * loaded))
@@ -117,7 +121,8 @@ def test_loads_leave_a_block_for_the_next_token(name):
 @pytest.mark.parametrize("tokens", [61, 62, 64, 65])
 def test_a_lease_that_nobody_reads_stops_no_load(tokens):
     """The engine that renews it has more to do. 16 blocks are free beside it."""
-    kind, offers = KINDS["full attention"], []
+    kind = KINDS["full attention"]
+    offers = []
     pair = Pair(kind.shape(blocks=40), kind.shape(blocks=24))
     pair.awaited["lent"] = offers.append
     pair.d.ask("lent", [2] * 27, most=1, params={"do_remote_decode": True, "transfer_mode": "pull"})
@@ -134,7 +139,8 @@ def test_a_lease_that_nobody_reads_stops_no_load(tokens):
 @pytest.mark.parametrize("name", PLAYED)
 def test_a_lease_that_nobody_reads_stops_no_request_that_has_its_kv(name):
     """The lease took the last blocks during the load. VLLM asks no connector about such a request any more."""
-    kind, offers = KINDS[name], []
+    kind = KINDS[name]
+    offers = []
     pair = Pair(kind.shape(blocks=60), kind.shape(blocks=60))
     pair.d.movers[1].stuck = True
     pair.ask("r", [1] * 45, 1, "pull")

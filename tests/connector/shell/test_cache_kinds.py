@@ -62,7 +62,8 @@ def test_whatever_fails_no_other_bytes_are_read(name):
 @pytest.mark.parametrize("name", MOVABLE)
 def test_blocks_may_be_unequal(name):
     """In size, on either side; in vLLM's layout, where one layer's heads and tokens are in one piece in all of it."""
-    kind, sides = KINDS[name], itertools.cycle([(4, 8), (8, 4)])
+    kind = KINDS[name]
+    sides = itertools.cycle([(4, 8), (8, 4)])
     for (one, other), layout in zip(sides, ("LBNHC", "BLHNC"), strict=False):
         is_ring = any(isinstance(spec, kv_cache_interface.CircularBufferSpec) for spec in kind.specs(4))
         p = kind.shape(one)

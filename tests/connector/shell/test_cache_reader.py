@@ -21,7 +21,9 @@ from pdrelay_connector.errors import UnsupportedCache
 from support.token_slots import slot_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-HEADS, TOKENS, CONTENT = 2, 4, 8
+HEADS = 2
+TOKENS = 4
+CONTENT = 8
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC")
 KERNELS = [KernelLayout.ENTRIES, KernelLayout.TRANSPOSED]
 
@@ -29,7 +31,8 @@ KERNELS = [KernelLayout.ENTRIES, KernelLayout.TRANSPOSED]
 @pytest.fixture
 def said():
     """Return the warnings of the connector."""
-    lines, log = [], logging.getLogger("vllm.pdrelay")
+    lines = []
+    log = logging.getLogger("vllm.pdrelay")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)

@@ -18,7 +18,10 @@ from pdrelay_connector.core.messages import Region
 from pdrelay_connector.errors import UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-BLOCKS, HEADS, TOKENS, CONTENT = 4, 2, 3, 5
+BLOCKS = 4
+HEADS = 2
+TOKENS = 3
+CONTENT = 5
 WIDTH = CONTENT * 4  # bytes of one token and head
 # Where each of blocks, heads and tokens is in memory, outermost first; content is always innermost. L: other layers.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

@@ -112,7 +112,8 @@ def test_what_is_written_across_a_reset_does_not_count(name):
 
 def test_a_reset_in_the_middle_of_prompts_frees_their_windows():
     """They are preempted, and computed anew in other blocks."""
-    pair, offers = pair_of("sliding window"), []
+    pair = pair_of("sliding window")
+    offers = []
     pair.awaited["p-r"] = offers.append
     pair.p.ask("p-r", PROMPT, most=9, params={"do_remote_decode": True})
     for _ in range(5):

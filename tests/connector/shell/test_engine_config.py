@@ -304,7 +304,8 @@ def test_what_was_not_tried_with_return_kv_is_refused(transfer, choices, groups,
 
 def test_drafts_and_engines_without_a_prefix_cache_are_refused():
     drafting, uncached = returning(), returning()
-    drafting.speculative_config, uncached.cache_config.enable_prefix_caching = object(), False
+    drafting.speculative_config = object()
+    uncached.cache_config.enable_prefix_caching = False
 
     for engine in (drafting, uncached):
         with pytest.raises(SettingsError, match="switch return_kv off"):

@@ -134,7 +134,8 @@ def test_two_fine_tunes_of_one_path_differ(folder, tmp_path):
     """Both had one fingerprint, and D read the other model's KV with status 200."""
     served = tmp_path / "models"
     served.symlink_to(folder("a", seed=0))
-    old, labels = compared(config(name=served)), info_labels(config(name=served))
+    old = compared(config(name=served))
+    labels = info_labels(config(name=served))
     served.unlink()
     served.symlink_to(folder("b", seed=1))
     new = compared(config(name=served))

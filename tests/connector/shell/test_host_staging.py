@@ -15,7 +15,11 @@ with warnings.catch_warnings():
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.shell.host_staging import StagingBuffer, ThreadCopier, copy_on_host, stream_beside
 
-BLOCKS, HEADS, TOKENS, CONTENT, SLOTS = 9, 2, 4, 6, 5
+BLOCKS = 9
+HEADS = 2
+TOKENS = 4
+CONTENT = 6
+SLOTS = 5
 LAYERS = ("l.0", "l.1", "l.2")
 GROUPS = {"l.0": 0, "l.1": 1, "l.2": 0}
 HAS_CUDA = torch.cuda.is_available()
@@ -165,7 +169,8 @@ def test_copies_are_made_on_their_own_thread_in_the_order_asked_for(copiers):
     """The caller goes on at once; later copies may need what earlier ones brought."""
     caches = make_caches(KVCacheLayout.LBHNC)
     buffer = StagingBuffer(caches, GROUPS, blocks=BLOCKS, slots=SLOTS)
-    may_start, threads = threading.Event(), []
+    may_start = threading.Event()
+    threads = []
 
     def copy_rows(*args):
         assert may_start.wait(20)

@@ -28,7 +28,8 @@ def others(*, free=100):
 @pytest.mark.parametrize(("free", "computed", "looks"), [(15, 0, True), (14, 0, False), (12, 8, True), (11, 8, False)])
 def test_a_request_without_blocks_waits_for_another_connector_only_if_it_has_room(free, computed, looks):
     """It needs 10 blocks of one group and 5 of the other, without those that are cached."""
-    found, waiting = others(free=free), request(RequestStatus.WAITING)
+    found = others(free=free)
+    waiting = request(RequestStatus.WAITING)
     found.answered(waiting, computed)
 
     assert found.have_work([waiting], set()) is looks
@@ -36,7 +37,8 @@ def test_a_request_without_blocks_waits_for_another_connector_only_if_it_has_roo
 
 @pytest.mark.parametrize("end", ["allocated", "step"])
 def test_what_vllm_has_allocated_or_will_ask_anew_is_forgotten(end):
-    found, waiting = others(), request(RequestStatus.WAITING)
+    found = others()
+    waiting = request(RequestStatus.WAITING)
     found.answered(waiting, 0)
     if end == "allocated":
         found.allocated(waiting)

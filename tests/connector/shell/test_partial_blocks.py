@@ -12,7 +12,9 @@ with warnings.catch_warnings():
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-FULL, WINDOW, CHUNK = CacheGroup(8), CacheGroup(8, window=6), CacheGroup(8, chunk=12)
+FULL = CacheGroup(8)
+WINDOW = CacheGroup(8, window=6)
+CHUNK = CacheGroup(8, chunk=12)
 TOKENS = 67  # of which the window begins with number 62, in the block from 56 on
 
 

@@ -151,7 +151,9 @@ def test_hits_of_a_preempted_request_are_announced_as_those_of_a_new_one(engine)
 @pytest.mark.parametrize("hits", [0, 4, 8])
 def test_every_block_is_announced_once_and_in_order(engine, chunk, hits):
     """Whatever the chunks; blocks of the local prefix cache come first."""
-    request, table, told = engine.begin(), [7, 8, 9], []
+    request = engine.begin()
+    table = [7, 8, 9]
+    told = []
     request.num_computed_tokens = hits
     while request.num_computed_tokens < 10:
         told += engine.step((request, min(chunk, 10 - request.num_computed_tokens), table))

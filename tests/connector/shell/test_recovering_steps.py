@@ -21,7 +21,8 @@ pytestmark = story_marks(30)
 
 def stories(name, **chances):
     """Play some stories of a cache with room for one long prompt, and a little."""
-    counts, shape = Counter(), KINDS[name].shape(blocks=27 if name == "full attention" else 40)
+    counts = Counter()
+    shape = KINDS[name].shape(blocks=27 if name == "full attention" else 40)
     for seed in range(SEEDS):
         counts += play(shape, shape, Chances(seed, leaves=0.3, **chances), pair_class=RecoveringPair).counts
     return counts

@@ -91,8 +91,10 @@ def test_none_gets_kv_of_another(others):
     """Prompts have common beginnings, or go on from answers, and some come at once."""
     returned = 0
     for seed in range(SEEDS):
-        dice, pair = random.Random(seed), SamePair(KINDS["full attention"].shape(blocks=60), others)
-        trunk, numbers = dice.choices(range(3), k=CONTEXT), itertools.count()
+        dice = random.Random(seed)
+        pair = SamePair(KINDS["full attention"].shape(blocks=60), others)
+        trunk = dice.choices(range(3), k=CONTEXT)
+        numbers = itertools.count()
         for _ in range(30):
             prompt = trunk[: dice.choice((20, 41, 60))]
             answered = [[*said, *more] for said, more, _ in pair.asked.values() if more and len(said) < CONTEXT - 30]

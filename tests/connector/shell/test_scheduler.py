@@ -137,7 +137,8 @@ def engine():
 @pytest.fixture
 def lines():
     """What the connector logs: level and text. VLLM's loggers do not tell pytest's."""
-    lines, log = [], logging.getLogger("vllm.pdrelay")
+    lines = []
+    log = logging.getLogger("vllm.pdrelay")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     log.addHandler(handler)
@@ -468,7 +469,9 @@ def test_the_same_tokens_with_other_inputs_are_another_prompt(engine, changes):
 @pytest.mark.parametrize("group", [CacheGroup(SIZE), CacheGroup(SIZE, window=6), CacheGroup(SIZE, chunk=8)], ids=repr)
 def test_a_prompt_with_the_token_that_p_has_made_is_loaded_up_to_it(group, lent):
     """A router has shown that token, and has D go on behind it: all that P has computed is read, and no block more."""
-    engine, prompt, held = Engine(groups=(group,)), list(range(lent + 1)), -(-lent // SIZE)
+    engine = Engine(groups=(group,))
+    prompt = list(range(lent + 1))
+    held = -(-lent // SIZE)
     params = offer(
         remote_block_ids=(tuple(range(7, 7 + held)),),
         remote_num_tokens=lent,
@@ -478,7 +481,8 @@ def test_a_prompt_with_the_token_that_p_has_made_is_loaded_up_to_it(group, lent)
     engine.side.on_new_request(request)
     assert engine.side.matched_tokens(request, 0) == (lent, True)
     blocks = [block.block_id for block in engine.allocate(request, lent)]
-    orders, start = engine.orders(), min(lent, group.first_needed(lent))
+    orders = engine.orders()
+    start = min(lent, group.first_needed(lent))
     engine.side.stop()
 
     part = slice(start // SIZE, held)
@@ -859,7 +863,9 @@ def test_the_least_important_leases_are_revoked_first_and_never_more_important_o
 def test_blocks_that_others_use_do_not_count_as_freed():
     """Two leases of prompts that begin alike share blocks: only the end of both frees these."""
     pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
-    shared, own, used = pool.get_new_blocks(4), pool.get_new_blocks(1), pool.get_new_blocks(2)
+    shared = pool.get_new_blocks(4)
+    own = pool.get_new_blocks(1)
+    used = pool.get_new_blocks(2)
     holding = HeldBlocks()
     for name, blocks in (("a", shared), ("b", shared + own), ("c", used)):
         pool.touch(blocks)
@@ -1025,7 +1031,8 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
     """With their sizes; blocks of the output are not leased."""
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     blocks = windowed.pool.get_new_blocks(7)
-    full, window = [block.block_id for block in blocks[:4]], [0, *(block.block_id for block in blocks[4:])]
+    full = [block.block_id for block in blocks[:4]]
+    window = [0, *(block.block_id for block in blocks[4:])]
     offer = parse_pull_params(windowed.side.finished(request, (full, window)))
     windowed.pool.free_blocks(blocks)
 
@@ -1073,7 +1080,8 @@ class RecordingWaker:
     """Notes each wait instead of waiting."""
 
     def __init__(self):
-        self.waits, self.while_waiting = [], lambda: None
+        self.waits = []
+        self.while_waiting = lambda: None
 
     def wake(self):
         pass
@@ -1090,7 +1098,8 @@ class PushEngine(Engine):
         super().__init__(**{"mode": Mode.PUSH} | choices)
         control = self.side._control
         control.stop()
-        self.runner, control._runner = control._runner, self
+        self.runner = control._runner
+        control._runner = self
         self.side._waker = self.waker = RecordingWaker()
         self.asked, self.commands = [], []
 

@@ -104,7 +104,8 @@ def test_a_read_across_a_sleep_does_not_count(pair):
     pair.d.ask("r", PROMPT, most=3, params=offer)
     pair.run(1.0)
     assert pair.d.movers[1]._xfers
-    wait, waited = pair.p.connector._scheduler._control._outbox.wait, []
+    wait = pair.p.connector._scheduler._control._outbox.wait
+    waited = []
 
     def until_read(seconds):
         waited.append(seconds)
@@ -209,7 +210,8 @@ def test_whenever_engines_sleep_each_token_is_computed_from_the_right_kv(name):
     """In the middle of pushes, of reads by others and of prompts, and for as long as it may be; nothing is left."""
     slept = 0
     for seed in range(SEEDS):
-        shape, dice = KINDS[name].shape(blocks=60), random.Random(seed)
+        shape = KINDS[name].shape(blocks=60)
+        dice = random.Random(seed)
         pair = Pair(shape, shape, writes_at_once=seed % 2 == 1)
         trunk = dice.choices(range(3), k=CONTEXT)
         for number in range(20):
@@ -268,7 +270,8 @@ class SleepingPair(AsyncPair):
 @pytest.mark.parametrize("name", ["full attention", "sliding window beside full attention", "state of Mamba 2"])
 def test_with_steps_in_flight_engines_sleep_in_each_of_vllms_modes(name):
     """What was in flight has come to its end before the memory goes, and nothing of it counts for another's."""
-    shape, counts = KINDS[name].shape(blocks=60), Counter()
+    shape = KINDS[name].shape(blocks=60)
+    counts = Counter()
     for seed in range(SEEDS):
         counts += play(shape, shape, Chances(seed, leaves=0.05), pair_class=SleepingPair).counts
 

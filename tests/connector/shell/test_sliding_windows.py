@@ -15,7 +15,9 @@ from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 40
-FULL, WINDOW, CHUNK = CacheGroup(SIZE), CacheGroup(SIZE, window=6), CacheGroup(SIZE, chunk=8)
+FULL = CacheGroup(SIZE)
+WINDOW = CacheGroup(SIZE, window=6)
+CHUNK = CacheGroup(SIZE, chunk=8)
 
 
 class Engine:
@@ -87,7 +89,8 @@ def held(group, table, prompt):
 @pytest.mark.parametrize("group", [WINDOW, CHUNK, CacheGroup(SIZE, window=2), CacheGroup(SIZE, window=9)], ids=str)
 def test_every_block_that_a_decode_engine_needs_is_lent(chunk, group):
     """Whatever the length of the prompt, and wherever its steps end; it needs the window before the last token."""
-    engine, missed = Engine(FULL, group), 0
+    engine = Engine(FULL, group)
+    missed = 0
     for prompt in range(2, 35):
         request = engine.begin(prompt, do_remote_decode=True)
         while request.num_computed_tokens < prompt:

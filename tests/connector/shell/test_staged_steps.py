@@ -27,7 +27,8 @@ SLOTS = {"pull": 4, "push": 24}  # a pull has parts of a prompt staged, a push a
 def stories(mode, name):
     """Play some stories of caches with room for one long prompt, and a little."""
     pair_class = type("Pair", (StagedPair,), {"mode": mode, "slots": SLOTS[mode]})
-    shape, counts = KINDS[name].shape(blocks=40), Counter()
+    shape = KINDS[name].shape(blocks=40)
+    counts = Counter()
     for seed in range(SEEDS):
         counts += play(shape, shape, Chances(seed, leaves=0.2, has_priorities=True), pair_class=pair_class).counts
     return counts

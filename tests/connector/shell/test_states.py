@@ -85,14 +85,16 @@ class Prefills:
 
 def offered(prompt=PROMPT, groups=ALIGNED):
     """What P says of a prompt that it has computed."""
-    p, asked = Prefills(groups), request(prompt)
+    p = Prefills(groups)
+    asked = request(prompt)
     p.begin(asked)
     return p.finish(asked, [1, 2, 3], [None, 5, 6] if groups is ALIGNED else [6])
 
 
 def test_p_computes_all_but_the_last_token():
     """D computes that, from the state before it."""
-    prompt, p = list(PROMPT), Prefills()
+    prompt = list(PROMPT)
+    p = Prefills()
     asked = request(prompt)
     p.begin(asked)
 
@@ -104,7 +106,8 @@ def test_p_computes_all_but_the_last_token():
 @pytest.mark.parametrize("ids", [None, PROMPT], ids=["alone", "among tokens"])
 def test_p_computes_a_prompt_given_as_embeddings_but_for_the_last_one(ids):
     """Alone they have no token ids; among tokens a mask says which is which."""
-    embeds, mask = torch.arange(20.0).reshape(10, 2), None if ids is None else [True] * 10
+    embeds = torch.arange(20.0).reshape(10, 2)
+    mask = None if ids is None else [True] * 10
     sampling = SamplingParams(max_tokens=1)
     asked = Request("p-a", ids, sampling, None, prompt_embeds=embeds, prompt_is_token_ids=mask)
     Prefills().begin(asked)
@@ -129,7 +132,8 @@ def test_p_computes_every_other_prompt_whole(groups, prompt, is_producer):
 @pytest.mark.parametrize("mode", Mode)
 def test_a_request_for_its_prompts_logprobs_is_not_handed_over(mode):
     """It needs all of the prompt here, and its decode engine loads nothing."""
-    p, asked = Prefills(mode=mode), request(prompt_logprobs=1)
+    p = Prefills(mode=mode)
+    asked = request(prompt_logprobs=1)
     p.begin(asked)
 
     assert asked.num_prompt_tokens == 10
@@ -139,7 +143,8 @@ def test_a_request_for_its_prompts_logprobs_is_not_handed_over(mode):
 @pytest.mark.parametrize(("groups", "table"), [(ALIGNED, [4, 5, 6]), (ALIGNED, [None, 5, 6, 7]), (WHOLE, [6, 7])])
 def test_p_lends_the_block_of_the_last_state(groups, table):
     """Not the one before it, nor those that vLLM keeps behind it for drafted tokens."""
-    p, asked = Prefills(groups), request()
+    p = Prefills(groups)
+    asked = request()
     p.begin(asked)
     params = p.finish(asked, [1, 2, 3], table)
 
@@ -198,7 +203,8 @@ def test_any_other_state_costs_a_local_prefill(change):
 @pytest.mark.parametrize("groups", [ATTENTION, ALIGNED], ids=["attention", "state"])
 def test_drafts_that_look_three_tokens_ahead_are_computed_by_d(groups):
     """P leaves out two tokens: it would fill the drafts' KV of them with guesses, which D would keep."""
-    p, asked = Prefills(groups, lookahead=3), request()
+    p = Prefills(groups, lookahead=3)
+    asked = request()
     p.begin(asked)
     table = [[1, 2, 3], [None, 5, 6]][: len(groups)]
     params = p.finish(asked, *table)
@@ -215,7 +221,8 @@ def test_drafts_that_look_three_tokens_ahead_are_computed_by_d(groups):
 
 def test_the_state_of_a_whole_prompt_belongs_to_another_prompt():
     """P that did not leave out the last token says so by its digest, too."""
-    p, asked = Prefills(ATTENTION), request()
+    p = Prefills(ATTENTION)
+    asked = request()
     p.begin(asked)
     whole = p.finish(asked, [1, 2, 3])
 
@@ -226,7 +233,8 @@ def test_the_state_of_a_whole_prompt_belongs_to_another_prompt():
 def test_a_prompt_of_one_token_needs_no_state():
     """D computes it; the offer is valid, so that P's lease ends at once."""
     d = PullDecode(engine(), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
-    p, asked = Prefills(), request(PROMPT[:1])
+    p = Prefills()
+    asked = request(PROMPT[:1])
     p.begin(asked)
     params = p.finish(asked, [1], [6])
 
@@ -251,7 +259,8 @@ def test_in_push_d_lends_one_block_for_the_state():
 
 def test_in_push_a_state_is_announced_at_the_end_of_the_prompt_only():
     """Every step before it changes it, or writes another block."""
-    progress, asked = PushProgress(ALIGNED), request()
+    progress = PushProgress(ALIGNED)
+    asked = request()
     asked.num_computed_tokens = 8
     progress.begin(asked, "t", "digest")
     output = SimpleNamespace(

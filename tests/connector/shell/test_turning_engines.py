@@ -45,7 +45,8 @@ def search(examples, steps, *, derandomize=True, phases=(Phase.generate,)):
 def test_an_engine_may_end_as_soon_as_it_is_shown_as_empty():
     """The metrics show the end of a lease before the thread that pushes has heard of it: it writes nothing more."""
     fleet = TurningFleet([Role.PREFILL, Role.DECODE])
-    stream, place = fleet.begin([0] * 6, 16, "push"), fleet.places[0]
+    stream = fleet.begin([0] * 6, 16, "push")
+    place = fleet.places[0]
     fleet.drain(place, moves=False)
     while not (place.engine.is_empty and place.engine.writer._sources):
         assert not stream.end, "the two are never seen apart"

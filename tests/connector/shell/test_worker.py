@@ -33,7 +33,8 @@ class Thread:
     """Stands where the transfer thread would be."""
 
     def __init__(self):
-        self.posted, self.dead = [], False
+        self.posted = []
+        self.dead = False
         self.busy_s = 0.0  # in its present turn
 
     def post(self, command):

@@ -16,7 +16,9 @@ class Transport:
     """Keeps what is written."""
 
     def __init__(self):
-        self.said, self.closed, self.reads = b"", False, True
+        self.said = b""
+        self.closed = False
+        self.reads = True
 
     def write(self, data):
         self.said += data
@@ -38,7 +40,8 @@ class Connection:
     """As much of one as an exchange sees."""
 
     def __init__(self):
-        self.transport, self.complete = Transport(), 0
+        self.transport = Transport()
+        self.complete = 0
         self.flow = FlowControl(self.transport)
 
     def default_lines(self):

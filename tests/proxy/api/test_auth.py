@@ -177,7 +177,9 @@ async def test_an_engine_sees_the_key_of_its_pool_and_never_a_clients(role):
 
 async def test_an_answer_that_has_ended_is_not_cut_off():
     """The request is only tidying up: what is said after the end is a mistake, and the server would log it as one."""
-    lifetime, sent, ended = Lifetime(), [], asyncio.Event()
+    lifetime = Lifetime()
+    sent = []
+    ended = asyncio.Event()
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})

@@ -37,7 +37,10 @@ class Served:
     """One router, which counts what reaches its ASGI application."""
 
     def __init__(self, router):
-        self.router, self.port, self.asgi, self.tls = router, 0, 0, None
+        self.router = router
+        self.port = 0
+        self.asgi = 0
+        self.tls = None
 
     async def __call__(self, scope, receive, send):
         self.asgi += scope["type"] == "http"
@@ -674,7 +677,8 @@ def test_a_client_that_leaves_is_noticed_at_the_engine(way, where):
 class Flood:
     """A decode engine that sends as fast as it may."""
 
-    EVENTS, EVENT = 128, b"data: " + b"x" * (512 * 1024) + b"\n\n"
+    EVENTS = 128
+    EVENT = b"data: " + b"x" * (512 * 1024) + b"\n\n"
 
     def __init__(self):
         self.sent = 0

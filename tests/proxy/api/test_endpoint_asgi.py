@@ -18,7 +18,8 @@ class Connection:
     """What a server does with one request: hands over its body, takes the messages, and may cut it off."""
 
     def __init__(self, engines, body=None, **rules):
-        self.router, self.sent = router_of(engines, **rules), []
+        self.router = router_of(engines, **rules)
+        self.sent = []
         incoming = asyncio.Queue()
         incoming.put_nowait({"type": "http.request", "body": body or call().body, "more_body": False})
         self.task = asyncio.create_task(Endpoints(self.router.requests)(SCOPE, incoming.get, self._send))

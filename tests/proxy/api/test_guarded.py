@@ -60,7 +60,8 @@ def connected(clients=None, app=None):
     kind = connection_class(clients or Clients(), UnreadAnswers(None, lambda: None), requests)
     config = uvicorn.Config(app or empty, http=kind, lifespan="off", log_config=None)
     config.load()
-    connection, transport = kind(config, ServerState(), {}), Transport()
+    connection = kind(config, ServerState(), {})
+    transport = Transport()
     connection.connection_made(transport)
     return connection, transport
 
@@ -69,7 +70,8 @@ async def test_requests_that_are_refused_at_once_leave_others_their_turn():
     """Hundreds of them come in one packet, and each costs as much as one that comes alone; no key is needed."""
     refused = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     connection, transport = connected()
-    said, turns = [], 0
+    said = []
+    turns = 0
 
     connection.data_received(refused * 300)
     while not said or said[-1] < 300:

@@ -208,7 +208,8 @@ async def test_a_rank_is_a_target_of_its_own():
 
 async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_served():
     """Instead of trying a dead engine three times for everybody."""
-    engines, clock = sims(), Clock()
+    engines = sims()
+    clock = Clock()
     settings = Settings(
         health_check_interval_s=0.0, circuit_breaker_failures=3, ejection_time_s=5.0, decode_only_fallback=False
     )

@@ -124,7 +124,8 @@ async def test_failures_are_on_the_page_with_their_reason():
 
 async def test_no_page_is_served_in_a_thread_beside_the_event_loop():
     """Keys may be replaced on the loop while one is checked; and a process that may have no more threads is scraped."""
-    before, pages = set(threading.enumerate()), ("/", "/stats", "/metrics", "/openapi.json", "/docs", "/instances")
+    before = set(threading.enumerate())
+    pages = ("/", "/stats", "/metrics", "/openapi.json", "/docs", "/instances")
     async with router(sims(), Settings(admin_key="sesame")) as client:
         answers = [await client.get(page, headers={"x-api-key": "sesame"}) for page in pages]
         added = [thread.name for thread in set(threading.enumerate()) - before if "AnyIO" in thread.name]

@@ -136,7 +136,8 @@ async def test_the_line_tells_what_was_unusual(caplog):
 
     async def app(scope, receive, send):
         record = record_of(scope)
-        record.prefill, record.push = LegRecord(InstanceId("prefill-0")), LegOrder.CONCURRENT
+        record.prefill = LegRecord(InstanceId("prefill-0"))
+        record.push = LegOrder.CONCURRENT
         record.prefill_error = "broke off"
         record.set_aside(Role.PREFILL, Failure.BAD_RESPONSE)
         await answer(scope, receive, send)

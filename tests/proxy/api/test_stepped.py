@@ -12,7 +12,11 @@ class Steps:
     """Pieces that take a time each."""
 
     def __init__(self, count, each_s, size):
-        self.now, self.done, self.count, self.each_s, self.size = 0.0, 0, count, each_s, size
+        self.now = 0.0
+        self.done = 0
+        self.count = count
+        self.each_s = each_s
+        self.size = size
 
     def __iter__(self):
         for _ in range(self.count):
@@ -62,7 +66,8 @@ async def test_small_pieces_are_sent_together():
 
 async def test_a_result_of_many_steps_lets_others_have_their_turn():
     """As a long answer does."""
-    steps, seen = Steps(100, 0.0005, 10), []
+    steps = Steps(100, 0.0005, 10)
+    seen = []
 
     def work():
         for _ in steps:

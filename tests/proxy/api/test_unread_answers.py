@@ -12,7 +12,9 @@ class Reader:
     """A connection whose client has taken so many bytes; None: all of them."""
 
     def __init__(self, answers, taken=None):
-        self.answers, self.taken, self.ended_at = answers, taken, None
+        self.answers = answers
+        self.taken = taken
+        self.ended_at = None
         answers.enter(self)
 
     def bytes_taken(self):

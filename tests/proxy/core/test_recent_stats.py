@@ -42,7 +42,9 @@ def test_the_last_seconds_are_one_bin():
 )
 def test_a_ring_says_what_a_long_memory_would_say(steps, later):
     """Whatever the order of seconds with and without events: the slots of old seconds never shine through."""
-    ring, now, events = RollingSeries(), 0.0, []
+    ring = RollingSeries()
+    now = 0.0
+    events = []
     for wait, value, failed in steps:
         now += wait
         ring.add_all([value], failed=failed, now=now)
@@ -62,7 +64,9 @@ def test_events_that_are_told_late_count_in_their_second(told, later):
     ring = RollingSeries()
     for at, value in told:
         ring.add_all([value], now=float(at))
-    now, latest, expected = max((at for at, _ in told), default=0) + later, -SPAN_S, []
+    now = max((at for at, _ in told), default=0) + later
+    latest = -SPAN_S
+    expected = []
     for at, value in told:
         latest = max(latest, at)
         if at > latest - SPAN_S:

@@ -11,7 +11,8 @@ P, D = InstanceId("prefill-0"), InstanceId("decode-1")
 
 def test_every_try_has_an_id_of_its_own_that_begins_like_the_clients():
     """Engines match the halves of a request by it, and somebody must find them in their logs."""
-    record, ids = RequestRecord(RequestId("r"), decode=LegRecord(D)), []
+    record = RequestRecord(RequestId("r"), decode=LegRecord(D))
+    ids = []
     for _ in range(3):
         ids.append(record.attempt_id)
         record.decode = LegRecord(D)

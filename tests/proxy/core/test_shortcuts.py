@@ -81,7 +81,9 @@ PREAMBLE = {b"response.created", b"response.queued", b"response.in_progress"}
 
 def lines_of(text):
     """Split at \\n, \\r and \\r\\n; the last line says whether it has ended."""
-    lines, line, at = [], bytearray(), 0
+    lines = []
+    line = bytearray()
+    at = 0
     while at < len(text):
         byte = text[at : at + 1]
         at += 2 if text[at : at + 2] == b"\r\n" else 1

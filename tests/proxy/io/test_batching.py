@@ -127,7 +127,8 @@ def test_text_lines_of_a_batch_are_those_of_logging(logger, stream):
 @pytest.mark.parametrize("created", [0.0, 1e9, 1e9 + 0.0004, 1e9 + 0.9996, 1.5e9 + 0.25])
 def test_the_time_of_a_text_line_is_that_of_logging(created):
     """Also of lines of one second, and of a second that has come back."""
-    form, plain = TextFormatter(), logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    form = TextFormatter()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     for at in (created, created + 0.5, created + 1, created):
         made = logging.makeLogRecord(
             {"name": "n", "msg": "m %s", "args": (1,), "levelname": "INFO", "created": at, "msecs": at % 1 * 1000 // 1}
@@ -230,7 +231,8 @@ ODD = RequestRecord(RequestId("r-2"), "/v1/odd\n path\\", client_id="c", decode=
 def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, record):
     """It needs no logging record where only its text would come of one."""
     formatted(TextFormatter())
-    root, level = logging.getLogger(), logging.getLogger().level
+    root = logging.getLogger()
+    level = logging.getLogger().level
     others = [each for each in root.handlers if not isinstance(each, BatchingHandler)]
     root.setLevel(logging.INFO)
     for each in others:

@@ -135,7 +135,8 @@ def test_both_formats_of_prometheus_are_spoken():
 
 def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     """What clients send must not make the metrics grow."""
-    world, dice = World(3, 3), random.Random(1)
+    world = World(3, 3)
+    dice = random.Random(1)
     sizes = []
     for turn in range(10_000):
         record = RequestRecord(

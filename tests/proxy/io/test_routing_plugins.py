@@ -67,7 +67,8 @@ def test_a_policy_of_an_installed_package_is_chosen_by_its_name():
 def test_a_policy_sees_which_share_of_its_kv_cache_an_engine_uses():
     """As it showed last; what is old says nothing any more."""
     now = 0.0
-    settings, registry = Settings(decode_policy="roomy"), Registry()
+    settings = Settings(decode_policy="roomy")
+    registry = Registry()
     registry.add(Role.PREFILL, Address("http", "p", 1))
     full, free = (registry.add(Role.DECODE, Address("http", "d", port)) for port in (1, 2))
     fleet = fleet_of(settings, registry, PushCoordinates(at_once=True), lambda: now, lambda _: 0)

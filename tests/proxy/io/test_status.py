@@ -20,7 +20,8 @@ from support.steps import work_of_steps
 
 def test_the_page_gets_numbers_and_ids_and_no_address():
     """Everything it shows comes from here, and anybody may ask."""
-    now, registry = [1000.0], Registry()
+    now = [1000.0]
+    registry = Registry()
     p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
@@ -58,7 +59,8 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 
 def test_no_step_grows_with_the_fleet():
     """The page asks every other second: the numbers of 2,000 engines held the event loop for 0.6 s."""
-    registry, telemetry = Registry(), Telemetry(Counters(frozenset()), lambda: 7.0)
+    registry = Registry()
+    telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
     for number in range(1000):
         instance = registry.add(Role.DECODE, Address("http", f"h{number}", 80))
         telemetry.legs_over(instance, [1.0], [1.0], 7.0)

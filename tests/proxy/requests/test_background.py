@@ -7,7 +7,8 @@ from pdrelay_proxy.requests.release import Background
 
 async def test_the_background_has_a_limit_and_places_become_free():
     """Or a router that has lost its engines would collect tasks for ever."""
-    background, go = Background(2), asyncio.Event()
+    background = Background(2)
+    go = asyncio.Event()
 
     async def work():
         await go.wait()
@@ -21,7 +22,8 @@ async def test_the_background_has_a_limit_and_places_become_free():
 
 async def test_draining_waits_and_then_no_longer():
     """A router that is told to end does not hang on an engine that is silent."""
-    background, done = Background(9), []
+    background = Background(9)
+    done = []
 
     async def soon():
         await asyncio.sleep(0.01)

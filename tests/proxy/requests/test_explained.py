@@ -56,7 +56,8 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True)
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
-    history, pair = router.fleet.pair_history, ("prefill-1", "decode-1")
+    history = router.fleet.pair_history
+    pair = ("prefill-1", "decode-1")
     rest(history, pair, now)
     if rested_s > 30.0:
         history.health.tried(pair, now=30.0)

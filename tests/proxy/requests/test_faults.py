@@ -117,7 +117,9 @@ async def test_a_moment_of_404s_of_a_mesh_shuts_no_path_that_was_served():
 
 async def test_of_a_load_with_every_tenth_request_wrong_all_others_are_served():
     """One prefill engine, three decode engines, and all the ways to be wrong."""
-    router, kinds, statuses = fleet(), itertools.cycle(WRONG), []
+    router = fleet()
+    kinds = itertools.cycle(WRONG)
+    statuses = []
     for number in range(400):
         client = await router.serve(wrong(next(kinds)) if number % 10 == 9 else None)
         if number % 10 != 9:

@@ -102,7 +102,9 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
         await client.end()
 
     by_status = [client.record.status for client in clients]
-    served, left, told = by_status.count(200), by_status.count(499), by_status.count(503) + by_status.count(429)
+    served = by_status.count(200)
+    left = by_status.count(499)
+    told = by_status.count(503) + by_status.count(429)
     admission = router.gate.admission
     assert router.is_idle()
     assert not engines.open
@@ -117,7 +119,8 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
 
 async def test_a_request_that_waits_too_long_is_told():
     """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
-    engines, clock = Scripted(never, good_decode), Clock()
+    engines = Scripted(never, good_decode)
+    clock = Clock()
     router = router_of(engines, limits=Settings(max_concurrency=1, max_queue=5, max_queue_wait_s=0.2), clock=clock)
     first, second = router.start(name="a"), router.start(name="b")
     clock.now += 0.2

@@ -41,7 +41,8 @@ def test_a_client_may_ask_for_a_rank(path, text, rank):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_an_engine_is_chosen_by_the_model_and_the_session(path):
     """An embedding, too, must go to the engine that has its model."""
-    made, body = intake(), b'{"model": "m", "input": "a"}'
+    made = intake()
+    body = b'{"model": "m", "input": "a"}'
     made.sessions = SessionIds(("x-session-id",))
     asked = head(path, x_session_id="s")
     hints = made.plan(asked, body, made.read(asked, body)).hints
@@ -62,7 +63,8 @@ def test_what_no_client_may_set_reaches_no_engine(path, inside):
     """A chat in a batch generates as any other, and would report its whole cache to each follower of the events."""
     extra = {"kv_cache_report_mode": "full", "mine": 1}
     body = json.dumps({"model": "m", inside: extra if inside == "vllm_xargs" else {"extra_args": extra}}).encode()
-    made, asked = intake(), head(path)
+    made = intake()
+    asked = head(path)
     plan = made.plan(asked, body, made.read(asked, body))
     sent = b"".join(plan.body) if plan.call is None else encode(plan.call.fields)
 

@@ -18,7 +18,8 @@ def test_every_state_has_a_row():
 
 def test_every_state_is_reached():
     """From the one in which a request begins."""
-    found, to_see = set(), {RequestState.RECEIVED}
+    found = set()
+    to_see = {RequestState.RECEIVED}
     while to_see:
         state = to_see.pop()
         found.add(state)

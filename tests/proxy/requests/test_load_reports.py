@@ -10,7 +10,8 @@ from support.sim import router, sims
 
 BODY = {"prompt": "once upon a time", "max_tokens": 2}
 BUSY = 'JSON {"named_metrics": {"num_requests_waiting": 9.0}}'
-ASKED, HOW = ASK_FOR_REPORT[0].decode(), ASK_FOR_REPORT[1].decode()
+ASKED = ASK_FOR_REPORT[0].decode()
+HOW = ASK_FOR_REPORT[1].decode()
 
 
 class Reporting:

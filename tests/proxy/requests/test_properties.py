@@ -267,7 +267,8 @@ def test_a_stream_is_that_of_one_engine_or_ends_with_an_error(breaks, leaves, en
             answer = first_answer(json.loads(leg.body), name="x") | json.loads(params.body)
             return EngineResponse(200, JSON, json.dumps(answer).encode())
 
-        engines, notes = Scripted(prefill, decode, ends_at_once=ends_at_once), Noted()
+        engines = Scripted(prefill, decode, ends_at_once=ends_at_once)
+        notes = Noted()
         router = router_of(engines, 1, 4, resume_streams=resumes, first_token_from=first, spans=notes)
         await router.serve(call(**BODY), name="teaches")
         left += breaks

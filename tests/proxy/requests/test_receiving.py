@@ -20,7 +20,8 @@ def long_call():
 async def test_a_body_may_come_in_any_pieces():
     """It is charged while it comes, and once it is here as part of its request."""
     waiting = router(limits=Settings(max_concurrency=0, max_queue=1, max_queue_wait_s=5.0))
-    client, body = waiting.start(sends=False), call().body
+    client = waiting.start(sends=False)
+    body = call().body
     for place in range(len(body)):
         client.request.receive_body(body[place : place + 1])
         assert waiting.gate.admission.held_bytes == place + 1
@@ -34,7 +35,8 @@ async def test_a_body_may_come_in_any_pieces():
 
 async def test_a_client_that_leaves_while_its_body_is_read_is_gone_at_once():
     """What the thread finds out is for nobody."""
-    before, may_end = router(), threading.Event()
+    before = router()
+    may_end = threading.Event()
     for _ in range(2):  # both threads are busy, so it is still to be read when its client leaves
         before.body_reader.submit(may_end.wait)
     client = before.start(long_call())

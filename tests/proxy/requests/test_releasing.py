@@ -148,7 +148,8 @@ async def test_blocks_that_no_decode_engine_gives_back_are_abandoned(fleet):
             router.registry.remove(instance.id, now=0.0)
         return await pulled_prefill(leg)
 
-    asked, notes = [], Notes()
+    asked = []
+    notes = Notes()
     engines = Gone(last, down)
     router = router_of(engines, y=max(fleet, 1), retries=0, told=(notes,))
     await served(router)
@@ -219,7 +220,8 @@ async def left(engines, *, role=Role.PREFILL, **options):
 
 async def test_a_prefill_whose_client_left_is_abandoned():
     """It may have finished at that moment: then its blocks are leased, and only its name is known here."""
-    notes, engines = Notes(), Abandoned(never, never)
+    notes = Notes()
+    engines = Abandoned(never, never)
     (leg,) = await left(engines, told=(notes,))
 
     (prefill,) = engines.of(Role.PREFILL)

@@ -16,7 +16,8 @@ class Timed(Scripted):
 
     def __init__(self, *parts, content_type=EVENTS, fails=None):
         super().__init__(self._prefill, self._decode)
-        self.now, self._fails = 0.0, fails
+        self.now = 0.0
+        self._fails = fails
         self._answer = 200, list(parts) or [EVENT, DONE], content_type
 
     async def _prefill(self, leg):

@@ -9,7 +9,8 @@ class Connection:
     """Keeps what is written, write by write."""
 
     def __init__(self):
-        self.written, self.keep_alive = [], None
+        self.written = []
+        self.keep_alive = None
 
     def write(self, data):
         self.written.append(data)
@@ -94,7 +95,8 @@ def test_a_whole_answer_says_how_long_it_is(chunks):
 
 def test_a_long_answer_is_no_single_write():
     """Its connection writes it in pieces, and has no copy of it with a head."""
-    connection, body = Connection(), b"x" * (LONG_BODY + 1)
+    connection = Connection()
+    body = b"x" * (LONG_BODY + 1)
     response = HttpResponse(connection, connection.write, keep_alive=True)
     response.begin(200, b"", body, streams=False)
 

@@ -359,7 +359,8 @@ async def test_a_stream_that_broke_off_in_its_first_piece_is_shown_as_it_goes_on
     engines = decoding(lambda s: [s[0] + s[1] + ERROR_EVENT], then=lambda s: [*s[:3], never()])
     engines.ends_at_once = True
     router = router_of(engines, resume_streams=True, y=2)
-    asked, written = call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]), []
+    asked = call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS])
+    written = []
     headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
     request = Request(router.requests, HttpResponse(Silent(), written.append, keep_alive=True), asked.path, headers)
     assert request.check()

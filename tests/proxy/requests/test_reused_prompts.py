@@ -22,7 +22,9 @@ class Engines(Scripted):
 
     def __init__(self, *, mode="pull", spoil=lambda _: None, dead=()):
         super().__init__(self._prefill, self._decode)
-        self._mode, self._spoil, self._dead = mode, spoil, dead
+        self._mode = mode
+        self._spoil = spoil
+        self._dead = dead
 
     async def _prefill(self, leg):
         answer = first_answer(json.loads(leg.body), name=f"cmpl-{request_id(leg)}")
@@ -92,7 +94,8 @@ async def test_what_the_client_asks_for_stays(api):
 @APIS
 async def test_many_ids_arrive_whole(api):
     """They go as a piece of their own."""
-    engines, text = Engines(), "a river, " * 4000
+    engines = Engines()
+    text = "a river, " * 4000
     body = BODIES[api] | ({"prompt": text} if api is Api.COMPLETIONS else {"messages": [{"content": text}]})
     await served(engines, api, body, "0.32.0")
 
@@ -190,7 +193,8 @@ async def test_engines_are_not_asked_for_ids_that_nobody_takes(api, change):
 
     With an image D renders whatever it gets, and the ids of a long text may be more than an answer may have.
     """
-    engines, body = Engines(), BODIES[api] | change
+    engines = Engines()
+    body = BODIES[api] | change
     await served(engines, api, body, "0.32.0")
 
     (asked,) = engines.asked(Role.DECODE)

@@ -11,7 +11,10 @@ class Writer:
     """Keeps what is written."""
 
     def __init__(self):
-        self.written, self.begun, self.keep_alive, self.relay = [], False, True, print
+        self.written = []
+        self.begun = False
+        self.keep_alive = True
+        self.relay = print
 
     def begin(self, status, lines, body, *, streams, last=False):
         self.begun = True

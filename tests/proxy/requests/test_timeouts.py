@@ -135,7 +135,8 @@ async def test_an_engine_that_may_not_send_is_not_late():
 @pytest.mark.parametrize("role", Role)
 async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
     """No engine is blamed for it: what is told of its legs is that they were dropped."""
-    notes, now = Noted(), [0.0]
+    notes = Noted()
+    now = [0.0]
 
     async def breaking(_):
         if now[0] >= 40.0:
@@ -197,7 +198,8 @@ async def test_a_stream_without_its_reasoning_may_be_quiet_for_as_long_as_the_mo
     async def decode(_):
         return 200, [begins, reasoned(1000, EVENT), reasoned(1000, ends)]
 
-    engines, loop = Scripted(pulled_for(api), decode), simulated()
+    engines = Scripted(pulled_for(api), decode)
+    loop = simulated()
     router = router_of(engines, y=2, clock=loop.time)
     async with router.requests:
         client = await router.start(call(api, **QUIET)).end(seconds=3000)
@@ -213,7 +215,8 @@ async def test_a_quiet_stream_has_the_time_of_a_whole_answer_and_no_engine_is_bl
     async def decode(_):
         return 200, [ROLE, never()]
 
-    notes, loop = Noted(), simulated()
+    notes = Noted()
+    loop = simulated()
     router = router_of(Scripted(pulled_for(Api.CHAT), decode), clock=loop.time, total_timeout_s=500.0, spans=notes)
     async with router.requests:
         client = await router.start(call(Api.CHAT, **QUIET)).end(seconds=1000)

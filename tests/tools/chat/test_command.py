@@ -165,7 +165,8 @@ class CountingEngine(BaseHTTPRequestHandler):
     others = 0
 
     def do_GET(self):
-        cls, address = type(self), "{}:{}".format(*self.server.server_address)
+        cls = type(self)
+        address = "{}:{}".format(*self.server.server_address)
         if self.path == "/instances":
             rows = [{"id": name, "address": address} for name in ("prefill-0", "decode-0")]
             body = json.dumps({"instances": rows})

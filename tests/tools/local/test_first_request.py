@@ -18,7 +18,11 @@ class Machine:
     """A router and a decode engine; `before` and `after` are the engine's metrics around the request."""
 
     def __init__(self, *, answer=ANSWER, status=200, before="", after="", error=None):
-        self.answer, self.status, self.metrics, self.after, self.error = answer, status, before, after, error
+        self.answer = answer
+        self.status = status
+        self.metrics = before
+        self.after = after
+        self.error = error
         self.asked = []
 
     def __call__(self, request):

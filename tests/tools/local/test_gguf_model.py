@@ -32,7 +32,8 @@ def read_json(path):
 def tensors(folder):
     raw = (folder / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
-    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header = json.loads(raw[8 : 8 + length])
+    data = raw[8 + length :]
     del header["__metadata__"]
     bits = {name: np.frombuffer(data[slice(*info["data_offsets"])], "<u2") for name, info in header.items()}
     return {name: (bits[name].astype("<u4") << 16).view("<f4").reshape(header[name]["shape"]) for name in header}

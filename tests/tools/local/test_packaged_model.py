@@ -55,7 +55,8 @@ def model(index):
 @pytest.fixture(scope="module")
 def kept(model, tmp_path_factory):
     """Where two at once fetched it to, among what a killed process left; what was reported, and what each returned."""
-    models, said = tmp_path_factory.mktemp("models"), []
+    models = tmp_path_factory.mktemp("models")
+    said = []
     half = models / ".little-abc/.fetched-def/half.whl"
     half.parent.mkdir(parents=True)
     half.write_text("half")

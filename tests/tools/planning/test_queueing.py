@@ -34,7 +34,9 @@ def _simulated(servers, rate, draw, dice, *, in_turn):
 
     Returns all waits, and the share of time that servers were busy.
     """
-    free, now, work = [0.0] * servers, 0.0, 0.0
+    free = [0.0] * servers
+    now = 0.0
+    work = 0.0
     waits = []
     for number in range(ARRIVALS):
         now += dice.expovariate(rate)
@@ -64,7 +66,8 @@ def test_the_predicted_wait_is_that_of_a_simulation(dispatch, servers, busy):
 
     expected = FORMULAS[dispatch](servers, rate, service)
     waits, used = _simulated(servers, rate, _drawing(service, dice), dice, in_turn=dispatch == "in turn")
-    mean, p95 = sum(waits) / ARRIVALS, sorted(waits)[int(0.95 * ARRIVALS)]
+    mean = sum(waits) / ARRIVALS
+    p95 = sorted(waits)[int(0.95 * ARRIVALS)]
 
     assert used == pytest.approx(busy, rel=0.02)
     assert expected.mean == pytest.approx(mean, rel=0.15, abs=0.06 * service.mean)
@@ -74,7 +77,8 @@ def test_the_predicted_wait_is_that_of_a_simulation(dispatch, servers, busy):
 
 def test_one_server_is_pollaczek_and_khinchine_whatever_the_policy():
     """M/D/1 at 0.8 waits 2 services, M/M/1 4: both are exact, and both formulas meet there."""
-    constant, exponential = Spread(1.0, 0.0, 1.0), Spread.exponential(1.0)
+    constant = Spread(1.0, 0.0, 1.0)
+    exponential = Spread.exponential(1.0)
 
     for formula in (shared_queue, queues_in_turn):
         assert formula(1, 0.8, constant).mean == pytest.approx(2.0)
@@ -103,10 +107,13 @@ ONE = {"round_robin": queues_in_turn, "least_loaded": shared_queue, "power_of_tw
 )
 def test_the_wait_behind_several_routers_is_about_that_of_a_simulation(policy, routers):
     """The routers' own policies (support/several_routers.py); the mean within 30 % or 20 % of a service."""
-    service, engines, busy = Spread.exponential(SERVICE_S), 8, 0.7
+    service = Spread.exponential(SERVICE_S)
+    engines = 8
+    busy = 0.7
     rate = engines * busy / SERVICE_S
 
-    one, chance = ONE[policy](engines, rate, service), at_random(engines, rate, service)
+    one = ONE[policy](engines, rate, service)
+    chance = at_random(engines, rate, service)
     expected = among_routers(one, chance, routers, busy)
     found = waits(routers=routers, policy=policy, engines=engines, busy=busy, requests=12_000)
 
@@ -117,7 +124,8 @@ def test_the_wait_behind_several_routers_is_about_that_of_a_simulation(policy, r
 def test_more_routers_wait_longer_and_never_longer_than_by_chance(servers, routers, busy, cv2, policy):
     """With one server, and with one router, nothing changes."""
     service = Spread(1.0, cv2, 3.0)
-    one, chance = ONE[policy](servers, servers * busy, service), at_random(servers, servers * busy, service)
+    one = ONE[policy](servers, servers * busy, service)
+    chance = at_random(servers, servers * busy, service)
     several = among_routers(one, chance, routers, busy)
 
     assert min(one.mean, chance.mean) * 0.999 <= several.mean <= max(one.mean, chance.mean) * 1.001

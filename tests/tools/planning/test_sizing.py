@@ -39,13 +39,18 @@ def _drawing(spread, dice):
 def test_the_planned_pools_behave_as_predicted():
     """The whole chain simulated: prefill engines in turn, links, decode engines that make one token an ITL."""
     found = plan(TRAFFIC, RATES, AIMS)
-    dice, x, y = random.Random(8), found.need.prefill, found.need.decode
+    dice = random.Random(8)
+    x = found.need.prefill
+    y = found.need.decode
     prompt_of, output_of = _drawing(TRAFFIC.prompt, dice), _drawing(TRAFFIC.output, dice)
-    free, now, ttfts = [0.0] * x, 0.0, []
+    free = [0.0] * x
+    now = 0.0
+    ttfts = []
     prefill_s = decode_s = kv_token_s = link_s = 0.0
     for number in range(ARRIVALS):
         now += dice.expovariate(TRAFFIC.requests_per_s)
-        prompt, output = prompt_of(), output_of()
+        prompt = prompt_of()
+        output = output_of()
         service, transfer = prompt / RATES.prefill_tokens_per_s, prompt * 131_072 / 12.5e9
         done = max(now, free[number % x]) + service
         free[number % x] = done
@@ -114,7 +119,8 @@ def test_the_least_loaded_engine_makes_for_a_shorter_queue_than_turns():
 def test_routers_that_know_nothing_of_each_other_make_for_longer_queues():
     """So 224 requests a second on 32 engines, with the least loaded one, do not wait 0 ms behind 16 routers."""
     traffic = Traffic(224.0, Spread.exponential(1000), Spread.exponential(100))
-    rates, aims = Rates(10_000.0, 2_600.0, 420_000.0), Aims(itl_s=0.03, dispatch=PolicyName.LEAST_LOADED)
+    rates = Rates(10_000.0, 2_600.0, 420_000.0)
+    aims = Aims(itl_s=0.03, dispatch=PolicyName.LEAST_LOADED)
     queues = {
         (routers, peers): plan(traffic, rates, replace(aims, routers=routers, peers=peers)).outlook.ttft.queue
         for routers in (1, 2, 16)

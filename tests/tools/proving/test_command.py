@@ -119,7 +119,8 @@ def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, i
 
     One in the background of a script ignores SIGINT, and one of nohup ignores SIGHUP.
     """
-    done, at = tmp_path / "thawed", fleet.at
+    done = tmp_path / "thawed"
+    at = fleet.at
     program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
     deeds = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 50", "--thaw-decode", f"echo a >> {done}"]
@@ -141,7 +142,8 @@ def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, i
 @pytest.mark.parametrize("number", ["INT", "TERM"])
 def test_a_second_signal_leaves_no_engine_frozen(fleet, tmp_path, number):
     """Some press Ctrl-C again while an engine is thawed, and CI sends another signal after some seconds."""
-    done, at = tmp_path / "thawed", fleet.at
+    done = tmp_path / "thawed"
+    at = fleet.at
     program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
     freeze = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 50"]
@@ -163,7 +165,8 @@ def test_a_second_signal_leaves_no_engine_frozen(fleet, tmp_path, number):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_run_that_is_ended_leaves_no_engine_dead(fleet, tmp_path, role):
     """It has killed one for a check, and would have started it again at the end of that."""
-    done, at = tmp_path / "started", fleet.at
+    done = tmp_path / "started"
+    at = fleet.at
     program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--only", f"{role}-killed"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"]]
     deeds = [f"--kill-{role}", "kill -TERM $PPID; sleep 1", f"--restart-{role}", f"echo a >> {done}"]
@@ -237,7 +240,8 @@ def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
     """Here the reference; and a command that ends well has left something that runs."""
     (port,) = free_ports(1)
     command = f"{sys.executable} -P -m pdrelay_tools.simulated.engine --role decode --port {port}"
-    at, url = fleet.at, f"http://127.0.0.1:{port}"
+    at = fleet.at
+    url = f"http://127.0.0.1:{port}"
     engines = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", url]
 
     code = main(["prove", *engines, "--start", command, "--start", "true", "--only", "refused"])

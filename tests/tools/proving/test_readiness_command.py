@@ -201,7 +201,8 @@ def _counting(engine, most):
 
 def test_pairs_of_one_prefill_engine_take_turns(check):
     """On two cores three requests at once took longer than all of the time, and healthy engines had failed."""
-    prefill, decodes = Sim("prefill", prefill_s=0.05), [Sim("decode", token_s=0.01) for _ in range(3)]
+    prefill = Sim("prefill", prefill_s=0.05)
+    decodes = [Sim("decode", token_s=0.01) for _ in range(3)]
     for engine in (prefill, *decodes):
         engine.loads.are_shown = True
     most = []

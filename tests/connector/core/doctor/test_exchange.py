@@ -39,7 +39,9 @@ class Pair:
     def __init__(self, *, plan=PLAN, ahead=0.0, welcome=FINGERPRINT, here=None):
         self.fabric = InMemoryNetwork()
         self.there, self.here = End(self.fabric, "p0"), End(self.fabric, "d0")
-        self.ahead, self.now, self.news = ahead, 1000.0, []
+        self.ahead = ahead
+        self.now = 1000.0
+        self.news = []
         facts = EndFacts("p0", machine="m1")
         self.respondent = Respondent(
             self.there.link,

@@ -14,11 +14,9 @@ TABLE = """
 [1795603549.990921] [vm:14748:0]   | 0..inf | zero-copy   | {how}                            |
 [1795603549.990921] [vm:14748:0]   +--------+-------------+-----------------------------------+
 """
-GET, PUT, AM = (
-    "remote memory read by ucp_get*(multi)",
-    "remote memory write by ucp_put*",
-    "active message by ucp_am_send*",
-)
+GET = "remote memory read by ucp_get*(multi)"
+PUT = "remote memory write by ucp_put*"
+AM = "active message by ucp_am_send*"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ class Side(NamedTuple):
 @st.composite
 def meetings(draw):
     """Two engines and what one lacks of the other: block sizes that divide each other, buffers of any size."""
-    ours, theirs, token_ranges = [], [], []
+    ours = []
+    theirs = []
+    token_ranges = []
     for group in range(draw(st.integers(1, 3))):
         small, ratio = draw(st.integers(1, 4)), draw(st.integers(1, 4))
         here, there = draw(st.permutations([small, small * ratio]))
@@ -52,7 +54,8 @@ def tokens(token_ranges, sizes, side):
     """Return (group, token, block, place in the block), in order."""
     found = []
     for each in token_ranges:
-        blocks, size = getattr(each, side), sizes[each.group]
+        blocks = getattr(each, side)
+        size = sizes[each.group]
         assert len(blocks) == -(-each.stop // size) - each.start // size, "a part names just the blocks it needs"
         found += [
             (each.group, token, blocks[token // size - each.start // size], token % size)
@@ -97,7 +100,8 @@ def test_no_part_needs_more_than_a_quarter_of_a_buffer(meeting):
     for part in cut(token_ranges, ours.rank(), theirs.rank()):
         for each in part:
             for side, blocks in ((ours, each.local), (theirs, each.remote)):
-                size, other = side.sizes[each.group], max(ours.sizes[each.group], theirs.sizes[each.group])
+                size = side.sizes[each.group]
+                other = max(ours.sizes[each.group], theirs.sizes[each.group])
                 quarter = max(1, (side.blocks[each.group] - 1) // SHARE)
                 assert not side.staged or len(blocks) <= max(quarter, other // size)
 
@@ -134,7 +138,8 @@ def test_parts_begin_and_end_with_whole_blocks_of_both_sides(meeting):
 def test_without_staging_there_is_one_part(meeting):
     """Nothing is cut that need not be."""
     ours, theirs, token_ranges = meeting
-    ours, theirs = ours._replace(staged=False).rank(), theirs._replace(staged=False).rank()
+    ours = ours._replace(staged=False).rank()
+    theirs = theirs._replace(staged=False).rank()
 
     assert cut(token_ranges, ours, theirs) == [list(token_ranges)]
     assert steps(ours, theirs) == {}

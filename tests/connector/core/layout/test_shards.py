@@ -50,8 +50,11 @@ class Rank:
     """One rank's memory, by address."""
 
     def __init__(self, side, rank, address, blocks, fill):
-        heads, rows = len(side.heads_of(rank)), blocks * side.rows
-        self.side, self.rank, self.address = side, rank, address
+        heads = len(side.heads_of(rank))
+        rows = blocks * side.rows
+        self.side = side
+        self.rank = rank
+        self.address = address
         shape = (LAYERS, rows, side.tokens, heads, WIDTH) if side.swapped else (LAYERS, rows, heads, side.tokens, WIDTH)
         self.bytes = np.full(int(np.prod(shape)), fill, np.uint8)
         view = self.bytes.reshape(shape)
@@ -106,7 +109,8 @@ def check_move(p, d, start, stop, *, pull, seed=0, whole=False):
     ids = [table.tolist() for table in tables]
     token_range = TokenRange(0, start, stop, *(ids if pull else ids[::-1]), whole=whole)
     for target in targets:
-        counts, expected = np.zeros(target.bytes.shape, int), target.bytes.copy()
+        counts = np.zeros(target.bytes.shape, int)
+        expected = target.bytes.copy()
         needed = {each.rank for each in needed_ranks(target.info, [source.info for source in sources])}
         for source in sources:
             ours, theirs = (target.info, source.info) if pull else (source.info, target.info)
@@ -127,7 +131,8 @@ def check_move(p, d, start, stop, *, pull, seed=0, whole=False):
 def check_rank(target, expected, counts, table, stretch, p, *, whole):
     """What was to move is there; whatever else was written is what P has of that token."""
     start, stop = stretch
-    seen, d = Rank(target.side, target.rank, 0, target.info.regions[0].blocks, 0), target.side
+    seen = Rank(target.side, target.rank, 0, target.info.regions[0].blocks, 0)
+    d = target.side
     seen.bytes[:] = counts
     known = covered(p, start, stop)
     for token in covered(d, start, stop):
@@ -147,7 +152,8 @@ def check_rank(target, expected, counts, table, stretch, p, *, whole):
 def pairs(draw):
     """Two engines that can exchange KV, of any numbers of ranks and shards."""
     heads = draw(st.sampled_from([1, 1, 2]))
-    sides, both = [], draw(st.sampled_from([1, 2, 4]))
+    sides = []
+    both = draw(st.sampled_from([1, 2, 4]))
     for _ in range(2):
         ranks = draw(st.sampled_from([each for each in (1, 2, 4, 8) if each >= heads or each == 1]))
         alike = max(ranks // heads, 1)

@@ -188,7 +188,8 @@ def copy(spans, source, target, counts):
 
 def expected(world, target, before):
     """Return what a target's memory should hold, and how often each byte should have been written."""
-    bytes_, counts = before.copy(), np.zeros(before.shape, np.int64)
+    bytes_ = before.copy()
+    counts = np.zeros(before.shape, np.int64)
     for number, (cache, count) in enumerate(zip(target.caches(bytes_), target.caches(counts), strict=True)):
         group, shape = world.groups[number], world.target_shapes[number]
         unit = min(shape.tokens, world.source_shapes[number].tokens)
@@ -209,7 +210,8 @@ def check_world(world, *, pull):
     token_ranges = world.token_ranges(pull=pull)
     reached = set()
     for target in world.targets:
-        before, counts = target.bytes.copy(), np.zeros(target.bytes.shape, np.int64)
+        before = target.bytes.copy()
+        counts = np.zeros(target.bytes.shape, np.int64)
         wanted, times = expected(world, target, before)
         for source in world.sources:
             ours, theirs = (target.info, source.info) if pull else (source.info, target.info)
@@ -247,7 +249,9 @@ def worlds(draw):
     ranks, ranks_there, heads = draw(st.sampled_from(MEETINGS))
     others = [h for p, d, h in MEETINGS if (p, d) == (ranks, ranks_there)]
     layouts = st.builds(apart, st.sampled_from(LAYOUTS), st.integers(0, 4))
-    groups, shapes, shapes_there = [], [], []
+    groups = []
+    shapes = []
+    shapes_there = []
     for number in range(draw(st.integers(1, 3))):
         rows, tokens, rows_there, tokens_there = draw(st.sampled_from(CUTS))
         shapes.append(Shape(draw(layouts), rows, tokens))
@@ -300,7 +304,9 @@ def shaped(layout, *, layers=3, tokens=16, blocks=9, rank=0, ranks=1, width=32, 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.booleans()), max_size=20), st.randoms())
 def test_merging_moves_the_same_bytes_to_the_same_places(pieces, rng):
     """Whatever the order; and leaves nothing to merge."""
-    runs, there, here = [], 0, 10_000
+    runs = []
+    there = 0
+    here = 10_000
     for gap, length, moved in pieces:
         there, here = there + gap, here + (1000 if moved else gap)
         runs.append((there, here, length))
@@ -502,7 +508,8 @@ def test_a_differing_number_of_regions_is_refused_with_both_numbers():
 def test_a_block_is_one_descriptor_where_its_layers_lie_side_by_side(layout):
     """Else one for each layer, or, with the heads outside of the blocks, for each layer's heads."""
     own = shaped(layout)
-    layers, heads = len(own.regions), own.regions[0].heads
+    layers = len(own.regions)
+    heads = own.regions[0].heads
 
     assert runs_per_block(own) == (1 if layout[0] == "B" else layers * (heads if layout == "LHBNC" else 1))
 

@@ -61,7 +61,8 @@ class Harness(ConnectingLink):
 
     def take_sent(self):
         self.lease_renewer.advance(now=0.0)  # the end of a turn
-        sent, self.sent = self.sent, []
+        sent = self.sent
+        self.sent = []
         return sent
 
 
@@ -90,7 +91,8 @@ def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(harness):
 
 def test_leases_are_renewed_six_times_as_often_as_they_end(met):
     """Counted from the arrival of the first request."""
-    beats, now = [], 0.0
+    beats = []
+    now = 0.0
     while now < LEASE:
         due = met.lease_renewer.advance(now=now)
         beats += [now] if met.take_sent() else []
@@ -107,10 +109,12 @@ def test_leases_of_another_length_are_renewed_as_often_as_the_shorter_one_needs(
     harness.welcome(lease=lease)
     harness.welcome(EngineId("p1"))
     harness.take_sent()
-    beats, now = [], 0.0
+    beats = []
+    now = 0.0
     while now < LEASE - 0.1:
         due = harness.lease_renewer.advance(now=now)
-        sent, harness.sent = harness.sent, []
+        sent = harness.sent
+        harness.sent = []
         beats += [now for conn, _ in sent if conn == 1]
         now = due
 

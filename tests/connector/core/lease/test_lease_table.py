@@ -116,7 +116,10 @@ STEPS = st.lists(
 @given(STEPS)
 def test_every_lease_ends_exactly_once(steps):
     """Whatever happens in whatever order: not never (blocks lost) and not twice (others' blocks freed)."""
-    book, now, granted, released = LeaseTable(duration=30.0, extension=20.0), 0.0, [], []
+    book = LeaseTable(duration=30.0, extension=20.0)
+    now = 0.0
+    granted = []
+    released = []
     for number, (step, *args) in enumerate(steps):
         released += book.expire(now=now)
         match step:

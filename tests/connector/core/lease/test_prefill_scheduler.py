@@ -21,8 +21,12 @@ from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
 from support.engines import HELLO
 from support.recording_link import RecordingLink
 
-A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
-D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
+A = RequestId("a")
+B = RequestId("b")
+READER = RequestId("reader")
+D = ConnId(1)
+ELSE = ConnId(2)
+WORKER = ConnId(3)
 
 
 class Shop:
@@ -149,7 +153,8 @@ def test_every_end_of_a_lease_is_counted():
 
 # ---- leases whose checksums are not there yet
 
-S, SUMS = RequestId("s"), RankSums(0, "shape", ())
+S = RequestId("s")
+SUMS = RankSums(0, "shape", ())
 
 
 @pytest.fixture

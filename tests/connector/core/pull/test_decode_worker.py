@@ -92,7 +92,8 @@ def test_one_deadline_is_for_the_whole_load(world):
 
 def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
     """The first one takes the second one along with the peer; ending it again would end the thread."""
-    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
+    first = offered(world)
+    second = world.p.prefill("p-b", 1, now=0.0)
     world.load(first)
     world.load(second, "b")
     world.round()
@@ -235,7 +236,8 @@ class StagingEngine:
 
     def __init__(self, blocks):
         self.world = World()
-        self.offer, network = self.world.lend(blocks=blocks), self.world.network
+        self.offer = self.world.lend(blocks=blocks)
+        network = self.world.network
         _, welcome = network._listeners[self.world.p.address]
         self._link = InMemoryLink(network, "p0")
         network.listen(
@@ -257,9 +259,11 @@ class StagingEngine:
 
     def stage(self, blocks):
         """Move blocks into slots, and return these; the blocks are somebody else's from now on."""
-        slots, memory = tuple(map(BlockId, range(9, 9 + len(blocks)))), self.world.p.memories[0]
+        slots = tuple(map(BlockId, range(9, 9 + len(blocks))))
+        memory = self.world.p.memories[0]
         for slot, block in zip(slots, blocks, strict=True):
-            memory[slot], memory[block] = memory[block], b"another's"
+            memory[slot] = memory[block]
+            memory[block] = b"another's"
         return slots
 
 

@@ -172,7 +172,8 @@ def test_a_hung_prefill_engine_fails_the_load_after_the_timeout(world):
 def test_an_unreachable_prefill_engine_fails_only_what_waits_for_it(world):
     """With a pause before the next try, that grows."""
     other = world.start("p1", 5601)
-    offer, good = world.lend(), other.prefill("p-b", 2, now=0.0)
+    offer = world.lend()
+    good = other.prefill("p-b", 2, now=0.0)
     world.p.die()
     world.load(offer)
     world.load(good, "b")
@@ -188,7 +189,8 @@ def test_an_unreachable_prefill_engine_fails_only_what_waits_for_it(world):
 def test_an_offer_ends_the_pause_of_an_engine_that_was_away(world):
     """It has computed a prompt since: for the rest of a pause of up to 30 s prompts were computed twice."""
     offer = world.lend()
-    listeners, world.network._listeners = world.network._listeners, {}
+    listeners = world.network._listeners
+    world.network._listeners = {}
     world.load(offer)
     world.run()
     world.network._listeners = listeners

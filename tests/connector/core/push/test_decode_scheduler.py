@@ -54,7 +54,8 @@ class Harness(ExpectingEngine):
     def take_sent(self):
         """What was said since the last call; what is given back is said at the end of a turn."""
         self.lease_renewer._send_pending()
-        sent, self.link.sent = self.link.sent, []
+        sent = self.link.sent
+        self.link.sent = []
         return [message for _, message in sent]
 
     def state(self, request=A):

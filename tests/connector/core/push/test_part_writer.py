@@ -147,7 +147,9 @@ def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_stage
 
 def test_what_waits_for_room_leaves_the_line_when_it_is_cancelled(staged):
     """Those behind it go on."""
-    first, second, third = staged.send(1, 2, 3), staged.send(4, 5), staged.send(6)
+    first = staged.send(1, 2, 3)
+    second = staged.send(4, 5)
+    third = staged.send(6)
     staged.advance()
     staged.part_writer.cancel(second, "nobody wants it")
     staged.part_writer.cancel(second, "twice")
@@ -201,7 +203,10 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size
 def test_in_any_order_of_events_every_part_ends_once_and_all_slots_come_back(is_staged, steps):
     """And while a transfer has not ended, nobody else has its slots."""
     harness = Harness(staged=is_staged)
-    sent, over, copies, flights = [], [], set(), set()
+    sent = []
+    over = []
+    copies = set()
+    flights = set()
     for what, number in [*steps, *[("copied", n) for n in range(99)], *[("moved", n) for n in range(200)]]:
         copies, flights = do(harness, what, number, sent, copies, flights)
         over += harness.advance()

@@ -35,7 +35,10 @@ from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from support.engines import LEASE, changed, rank_info
 from support.recording_link import RecordingLink
 
-W0, W1, D, ELSE = ConnId(1), ConnId(2), ConnId(3), ConnId(4)
+W0 = ConnId(1)
+W1 = ConnId(2)
+D = ConnId(3)
+ELSE = ConnId(4)
 T, R = RequestId("t"), RequestId("d-a")
 PATIENCE = 100.0
 TOKENS = {0: b"token0", 1: b"token1"}
@@ -91,7 +94,8 @@ class Harness:
 
     def take_sent(self, *conns):
         """What was said since the last call, to these or to all."""
-        sent, self.link.sent = self.link.sent, []
+        sent = self.link.sent
+        self.link.sent = []
         return [message if len(conns) == 1 else (conn, message) for conn, message in sent if conn in conns or not conns]
 
     def counted(self):
@@ -235,7 +239,8 @@ def test_a_registration_without_the_memory_of_all_ranks_is_refused(harness):
 
 def test_a_memory_of_a_rank_that_we_do_not_have_or_a_second_one_is_ignored(harness):
     """The workers know the first one, and may be writing there."""
-    own, harness.link.engines[D] = rank_info("d/0", ranks=2), "d"
+    own = rank_info("d/0", ranks=2)
+    harness.link.engines[D] = "d"
     harness.hear(
         D, RankMemory(rank_info("d/7", rank=7, ranks=2)), RankMemory(rank_info("other", ranks=2)), RankMemory(own)
     )

@@ -34,8 +34,12 @@ from support.engines import BLOCK_SIZE, changed, lent, rank_info
 from support.recording_agent import RecordingAgent
 from support.recording_link import ConnectingLink
 
-D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
-T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
+D = ConnId(7)
+ELSE = ConnId(8)
+HOME = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
+T = RequestId("t")
+R = RequestId("d-a")
+TIMEOUT = 20.0
 
 
 class Harness:
@@ -43,7 +47,8 @@ class Harness:
 
     def __init__(self, link=None, counters=None, rank=rank_info("p", rank=1, ranks=2)):  # noqa: B008 (it is frozen)
         self.link, self.counters = link or ConnectingLink(), counters or Counters()
-        self.mover, self.now = RecordingAgent(), 0.0
+        self.mover = RecordingAgent()
+        self.now = 0.0
         self.writer = PushWriter(
             self.link,
             self.mover,
@@ -106,7 +111,8 @@ def harness():
 
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     """The scheduler starts to listen after its workers."""
-    link, mover = ConnectingLink(), RecordingAgent()
+    link = ConnectingLink()
+    mover = RecordingAgent()
     writer = PushWriter(
         link,
         mover,

@@ -34,7 +34,9 @@ class World:
     """A writer whose writes are over at once."""
 
     def __init__(self):
-        self.writes, self.sent, self.over = [], [], []
+        self.writes = []
+        self.sent = []
+        self.over = []
         self.writer = PushWriter(
             self, self, Counters(), info("p"), scheduler_endpoint=EngineEndpoint(EngineId("p"), Address("h", 1)),
             token=b"", timeout=1.0,
@@ -62,7 +64,8 @@ class World:
         return XferId(len(self.writes))
 
     def poll(self):
-        over, self.over = self.over, []
+        over = self.over
+        self.over = []
         return over
 
     def hear(self, message):

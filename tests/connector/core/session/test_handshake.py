@@ -38,7 +38,9 @@ HELLO_OF_PROTOCOL_9 = bytes.fromhex(
     + "a670726f6f667391c420a347bdb791c6eb31b01a8efe89e9584f5ec64f516578d0c9a4ae21707d9b0232a56261646765c400"
     "a7776f726b65727390"
 )
-OLD, NEW, OTHER = b"the old secret", b"the new secret", b"another one"
+OLD = b"the old secret"
+NEW = b"the new secret"
+OTHER = b"another one"
 
 
 def in_force(*secrets):

@@ -17,7 +17,8 @@ from pdrelay_connector.core.session.peers import (
 from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork
 from support.engines import FINGERPRINT, changed, rank_info
 
-P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
+P = EngineId("p0")
+ADDRESS = Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
 
 
@@ -33,7 +34,8 @@ class Book:
 
     def calls(self):
         """Addresses that we have started to connect to since the last call."""
-        calls, self.network._calls = self.network._calls, []
+        calls = self.network._calls
+        self.network._calls = []
         return [address for _, _, address in calls]
 
     def fail(self, peer, now=0.0):
@@ -52,7 +54,9 @@ def book():
 
 def test_the_pause_doubles_up_to_a_bound(book):
     """A dead engine costs ever less, a slow one is found again within half a minute."""
-    pauses, now, peer = [], 0.0, book.ensure_connected()
+    pauses = []
+    now = 0.0
+    peer = book.ensure_connected()
     for _ in range(40):
         book.fail(peer, now=now)
         pauses.append(peer.retry_at - now)

@@ -25,7 +25,9 @@ from support.expecting import A, B, ExpectingEngine, T
 from support.recording_link import ConnectingLink
 
 C = RequestId("d-c")
-W0, W1, STRANGER = ConnId(101), ConnId(102), ConnId(103)
+W0 = ConnId(101)
+W1 = ConnId(102)
+STRANGER = ConnId(103)
 TOKENS = {0: b"token 0", 1: b"token 1"}
 SQUEEZE = 30.0
 
@@ -34,7 +36,9 @@ class Harness(ExpectingEngine):
     """One that has host memory for four blocks, and everybody it talks to."""
 
     def __init__(self, slots=4):
-        link, counters, self.slots = ConnectingLink(), Counters(), Slots([slots])
+        link = ConnectingLink()
+        counters = Counters()
+        self.slots = Slots([slots])
         self.staging_receiver = StagingReceiver(link, counters, WorkerLinks(link, TOKENS), self.slots)
         super().__init__(link, counters, contention_timeout=SQUEEZE, staging_receiver=self.staging_receiver)
         for rank, conn in enumerate((W0, W1)):

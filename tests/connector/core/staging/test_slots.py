@@ -51,7 +51,9 @@ class SlotsMachine(RuleBasedStateMachine):
     @initialize(counts=st.lists(st.integers(1, 6), min_size=1, max_size=3))
     def start(self, counts):
         self.counts, self.slots = counts, Slots(counts)
-        self.line, self.held, self.serial = {}, {}, 0
+        self.line = {}
+        self.held = {}
+        self.serial = 0
 
     @rule(data=st.data())
     def ask(self, data):

@@ -14,7 +14,8 @@ from support.copying import MemoryCopier
 from support.recording_link import ConnectingLink
 from support.staging_world import region
 
-HOME, CONN = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
+HOME = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
+CONN = ConnId(1)
 ATTEND = WorkerHello(0, b"token")
 
 

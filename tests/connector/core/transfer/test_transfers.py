@@ -10,7 +10,8 @@ from support.recording_agent import RecordingAgent, RecordingCopier
 @pytest.mark.parametrize("post", ["read", "write"])
 def test_an_owner_is_active_until_its_last_transfer_has_ended(post):
     """Its memory must not be given to another before."""
-    agent, counters = RecordingAgent(), Counters()
+    agent = RecordingAgent()
+    counters = Counters()
     transfers = Transfers(agent, RecordingCopier(), counters)
     getattr(transfers, post)("a", [("p/0", None), ("p/1", None)], peer="p")
     agent.end(1)

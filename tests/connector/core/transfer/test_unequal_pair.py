@@ -120,7 +120,9 @@ def test_layers_that_one_engine_lacks_are_named():
 def test_engines_of_other_shapes_are_known_before_a_load(mode):
     """In both modes; P's blocks are free as soon as D knows it."""
     world = UnequalWorld(p=Shape(sizes=(8,)), d=Shape(sizes=(12,)))
-    p, d, coordinator = world.p, world.d, {}
+    p = world.p
+    d = world.d
+    coordinator = {}
     if mode == "push":
         coordinator["push_coordinator"] = p.push_coordinator
     control = ControlPlane(p.lease_manager, p.lease_renewer, p.peers, p.counters, **coordinator)

@@ -68,7 +68,8 @@ def test_blocks_of_another_shape_are_not_compared():
 @given(here=st.sets(st.sampled_from([1, 2, 4])), there=st.sets(st.sampled_from([3, 5, 6])))
 def test_a_block_that_cannot_be_read_is_not_compared(here, there):
     """On either side: an engine without memory for a copy goes on, and no load fails for it."""
-    p, (d, token_ranges) = MemoryReader(THERE), arrived()
+    p = MemoryReader(THERE)
+    (d, token_ranges) = arrived()
     p.unreadable, d.unreadable = there, here
     read = {(1, 3), (2, 5), (4, 6)} - {(block, other) for block in here for other in (3, 5, 6)}
     comparison = compare(sums_of(0, SAMPLED, p), token_ranges, d)

@@ -78,7 +78,8 @@ def test_every_block_is_sampled_for_some_name():
 
 def chosen_one_by_one(groups, *, blocks, sizes, states, tokens, wanted, name):
     """Return the same choice, out of a list of all candidates: as slow as the prompt is long."""
-    found, end = [], tokens if states else tokens - 1
+    found = []
+    end = tokens if states else tokens - 1
     for group, ids in enumerate(groups):
         if group >= len(sizes):
             continue
@@ -86,14 +87,16 @@ def chosen_one_by_one(groups, *, blocks, sizes, states, tokens, wanted, name):
             found += [SampledBlock(group, block, tokens - 1, tokens) for block in ids[-1:] if block]
             continue
         for number, block in enumerate(ids):
-            start, stop = number * sizes[group], min((number + 1) * sizes[group], end)
+            start = number * sizes[group]
+            stop = min((number + 1) * sizes[group], end)
             if block and start < stop:
                 found.append(SampledBlock(group, block, start, stop))
     if wanted is not None:
         found = [
             each for each in found if wanted[each.group].start <= each.start and each.stop <= wanted[each.group].stop
         ]
-    count, first = min(blocks, len(found)), crc32(name.encode()[::-1])
+    count = min(blocks, len(found))
+    first = crc32(name.encode()[::-1])
     return tuple(found[(first + number * len(found) // count) % len(found)] for number in range(count))
 
 

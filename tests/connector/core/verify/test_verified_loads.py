@@ -28,7 +28,8 @@ class Story:
     def _spoiling(self, mover, copy):
         def spoil(flight):
             copy(flight)
-            d, place = self.world.d, [self.into[number] for number in self.spoilt] if self.into else []
+            d = self.world.d
+            place = [self.into[number] for number in self.spoilt] if self.into else []
             for block in place:
                 d.memories[-1][block * d.pieces] = b"spoilt"
 

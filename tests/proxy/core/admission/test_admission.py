@@ -145,7 +145,9 @@ class AgainstAModel(RuleBasedStateMachine):
         self.limits = Settings(max_queue_wait_s=5.0, **numbers)
         self.admission = Admission(self.limits)
         self.now = 0.0
-        self.inside, self.queue, self.tickets = [], [], []
+        self.inside = []
+        self.queue = []
+        self.tickets = []
 
     def settle(self, expected):
         """Compare the tickets that changed while they waited."""

@@ -28,7 +28,9 @@ class Served:
 
     def __init__(self, concurrency, seed=1):
         self.admission, self.dice = fair(concurrency), random.Random(seed)
-        self.tokens, self.order, self.running = {}, [], []
+        self.tokens = {}
+        self.order = []
+        self.running = []
 
     def ask(self, key, tokens):
         ticket = ask(self.admission, key, prompt=self.dice.randint(0, 40))
@@ -95,7 +97,8 @@ def test_the_requests_of_a_key_stay_in_order():
 )
 def test_keys_that_always_wait_are_served_alike(seed, concurrency, keys, steps):
     """The bound of the paper: twice what the requests under way of one key can cost, whatever each request costs."""
-    served, costs = Served(concurrency, seed), {}
+    served = Served(concurrency, seed)
+    costs = {}
     dice = random.Random(seed)
     sizes = [dice.choice((5, 50, MOST)) for _ in range(keys)]  # a key has short requests, or long ones
 
@@ -125,7 +128,9 @@ def test_keys_that_always_wait_are_served_alike(seed, concurrency, keys, steps):
 @given(seed=st.integers(0, 10_000), concurrency=st.integers(1, 3), keys=st.sampled_from([1, 3, 1000]))
 def test_no_request_starves_and_no_place_stays_empty(seed, concurrency, keys):
     """One request waits beside a crowd that never ends, of new keys or known ones; no place is free meanwhile."""
-    served, costs, dice = Served(concurrency, seed), {}, random.Random(seed)
+    served = Served(concurrency, seed)
+    costs = {}
+    dice = random.Random(seed)
     for _ in range(concurrency):
         costs[served.ask("crowd", 10)] = 10
     mine = served.ask("small", MOST)
@@ -142,7 +147,8 @@ def test_no_request_starves_and_no_place_stays_empty(seed, concurrency, keys):
 
 def test_a_key_saves_nothing_up_while_it_is_away():
     """It is lifted to the least counter of those that wait, and takes its turns from there."""
-    served, costs = Served(1), {}
+    served = Served(1)
+    costs = {}
     for _ in range(20):
         ticket = served.ask("busy", 100)
         costs[ticket] = 100
@@ -173,7 +179,8 @@ def test_what_is_remembered_of_keys_that_are_gone_is_dropped():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.booleans()), max_size=60))
 def test_the_queue_by_key_is_that_by_arrival(steps):
     """Two views of those that wait, which come and go in any order."""
-    shares, waiting = FairShares(), []
+    shares = FairShares()
+    waiting = []
     admission = fair()
     running = ask(admission, "z")
     for key, priority, leaves in steps:
@@ -238,7 +245,10 @@ def test_a_key_over_its_tokens_waits_until_they_have_drained():
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2000)), min_size=20, max_size=60))
 def test_in_the_long_run_a_key_gets_its_rate(requests):
     """Whatever it asks for: at most a minute's worth and one request more than its rate."""
-    admission, now, tokens, quota = Admission(Settings(max_key_tokens_per_minute=600)), 0.0, 0, 600
+    admission = Admission(Settings(max_key_tokens_per_minute=600))
+    now = 0.0
+    tokens = 0
+    quota = 600
     for pause, cost in requests:
         now += pause
         ticket = ask(admission, "a", prompt=10, now=now)

@@ -108,7 +108,8 @@ def test_each_request_takes_as_long_among_thousands_of_keys_as_among_few():
 
 def test_no_key_is_ever_printed():
     """Objects end up in logs and tracebacks."""
-    keys, outbound = Keys.parse(FILE, "keys"), Outbound({Role.PREFILL: "sk-engine"})
+    keys = Keys.parse(FILE, "keys")
+    outbound = Outbound({Role.PREFILL: "sk-engine"})
 
     assert "sk-" not in repr(keys)
     assert "sk-" not in str(vars(Outbound)) + repr(outbound)

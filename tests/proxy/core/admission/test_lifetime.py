@@ -29,7 +29,8 @@ def test_there_is_no_way_back():
 
 def test_requests_are_counted_however_they_end():
     """The end waits for them."""
-    lifetime, seen = Lifetime(), []
+    lifetime = Lifetime()
+    seen = []
 
     def fail():
         with lifetime.serving():

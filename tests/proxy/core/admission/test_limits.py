@@ -38,7 +38,9 @@ def test_a_slow_rate_lets_one_pass_at_a_time():
 @given(st.floats(0.05, 50), st.lists(st.floats(0, 2), max_size=100))
 def test_no_more_than_the_rate_passes_over_any_time(rate, pauses):
     """Beyond the burst at the beginning; and a wait that was said is enough."""
-    bucket, now, passed = TokenBucket(), 100.0, 0
+    bucket = TokenBucket()
+    now = 100.0
+    passed = 0
     for pause in pauses:
         now += pause
         passed += taken(bucket, rate, now)

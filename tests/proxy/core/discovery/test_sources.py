@@ -60,7 +60,8 @@ def test_a_view_of_thousands_is_copied_once_however_many_steps_it_takes():
     """A copy for each step made the work grow with the square of the engines; what changes in between is kept."""
     many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(2000)]
     sources = Sources([EngineSource.PODS], now=0)
-    views, steps = [], sources.replace_in_steps(EngineSource.PODS, many, now=1)
+    views = []
+    steps = sources.replace_in_steps(EngineSource.PODS, many, now=1)
     for some in steps:
         views.append(sources.views[EngineSource.PODS].engines)
         if some:
@@ -105,7 +106,9 @@ SAID = st.one_of(st.none(), st.booleans())  # of an engine: it is gone, stays, o
 @given(st.lists(st.tuples(st.booleans(), st.dictionaries(st.sampled_from(ENGINES), SAID)), max_size=8))
 def test_as_many_engines_are_in_as_there_is_room_and_none_goes_for_another(steps):
     """Whether a source says all, or what has changed; also for engines that leave, which have streams."""
-    sources, named, before = Sources([EngineSource.PODS], now=0, max_engines=3), {}, set()
+    sources = Sources([EngineSource.PODS], now=0, max_engines=3)
+    named = {}
+    before = set()
     for is_all, said in steps:
         new = {one.key: None if leaves is None else replace(one, leaves=leaves) for one, leaves in said.items()}
         named = {key: one for key, one in {**named, **new}.items() if one is not None}

@@ -42,7 +42,8 @@ def test_the_first_look_doubts(now):
 
 def test_a_doubt_that_was_not_written_is_written_at_the_next_look():
     """The store was away; ten minutes more would be ten minutes in which another engine gets the role."""
-    one, doubt = UnnamedAssignments(), replace(TURNED, is_unnamed=True)
+    one = UnnamedAssignments()
+    doubt = replace(TURNED, is_unnamed=True)
     looks = [one.decide({KEY: TURNED}, lambda _: False, now=at) for at in (0.0, EVERY_S)]
     one.written(doubt, now=EVERY_S)
 

@@ -9,7 +9,9 @@ from pdrelay_proxy.core.fleet.failure_window import FailureWindow
 @given(st.lists(st.tuples(st.floats(0, 8), st.booleans()), max_size=60))
 def test_it_holds_at_least_half_a_window_and_at_most_a_whole_one(events):
     """Not exact, and bounded in memory whatever the rate."""
-    window, now, past = FailureWindow(10.0), 0.0, []
+    window = FailureWindow(10.0)
+    now = 0.0
+    past = []
     for pause, failed in events:
         now += pause
         window.count(failed=failed, now=now)

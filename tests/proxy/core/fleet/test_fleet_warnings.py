@@ -126,7 +126,8 @@ def test_ranks_behind_one_address_have_one_engine_id():
 
 def test_a_warning_is_news_once_and_shown_while_it_is_true():
     """The log says it once; a row says what is wrong with its engine."""
-    registry, warnings = fleet([serving("tiny")], [serving("other")]), FleetWarnings()
+    registry = fleet([serving("tiny")], [serving("other")])
+    warnings = FleetWarnings()
 
     assert warnings.update(registry) == warnings.texts
     assert warnings.update(registry) == []

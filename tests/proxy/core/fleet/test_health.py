@@ -210,7 +210,8 @@ def test_requests_do_not_break_an_engine_that_is_needed_and_answers_its_probes(f
 @pytest.mark.parametrize("failure", IF_SERVED)
 def test_a_trial_with_a_request_that_any_engine_fails_is_not_held_against_it(failure):
     """The next one comes after a rest, unless another engine serves the request: then the break is a longer one."""
-    one, trial = broken(), RequestId("poison")
+    one = broken()
+    trial = RequestId("poison")
     try_with(one, trial, now=5)
     one.failed(trial, failure, now=5)
     one.released(trial)
@@ -261,7 +262,9 @@ def test_one_trial_at_a_time_and_a_good_one_heals():
 
 def test_a_trial_that_fails_makes_the_rest_longer():
     """5, 10, 15 (the most) seconds, and 5 again once it has worked."""
-    one, now, rests = broken(), 0.0, []
+    one = broken()
+    now = 0.0
+    rests = []
     for number in range(4):
         start = now
         while not one.may_serve(now=now):

@@ -77,7 +77,8 @@ def test_instances_that_are_gone_are_forgotten():
 def test_no_engine_that_got_its_cache_is_accused(legs):
     """Whether it counts a little before or after we see its answer begin; and each dry leg is told at most once."""
     times = sorted(time for time, _, _ in legs)
-    inflow, told = KvInflow(), 0
+    inflow = KvInflow()
+    told = 0
     dry = sum(not arrived for _, _, arrived in legs)
     for now in range(110):
         counted = sum(16 for time, off, arrived in legs if arrived and time + off <= now)

@@ -25,7 +25,8 @@ def test_a_request_counts_once_from_its_first_to_its_last_hold():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
 def test_it_never_counts_below_nothing(steps):
     """What leaves without having entered was held by an engine that was removed and added again."""
-    load, held = Load(), dict.fromkeys("abc", 0)
+    load = Load()
+    held = dict.fromkeys("abc", 0)
     for name, enters in steps:
         (load.enter if enters else load.leave)(RequestId(name))
         held[name] = max(held[name] + (1 if enters else -1), 0)

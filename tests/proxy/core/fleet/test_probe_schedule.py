@@ -16,7 +16,9 @@ from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.settings import Settings
 from support.next_probes import next_to_probe
 
-TICK_S, TIMEOUT_S, INTERVAL_S = 0.25, 5.0, 5.0
+TICK_S = 0.25
+TIMEOUT_S = 5.0
+INTERVAL_S = 5.0
 
 
 class Fleet:
@@ -114,7 +116,8 @@ def test_engines_that_stay_away_are_asked_less_often():
     fleet.gone = {gone}
     fleet.run(120)
     late = [b - a for a, b in itertools.pairwise(fleet.looks[gone][-4:])]
-    fleet.gone, back = set(), fleet.now
+    fleet.gone = set()
+    back = fleet.now
     fleet.run(20)
 
     assert late == pytest.approx([15.0] * 3, abs=TICK_S)
@@ -183,7 +186,8 @@ def test_an_engine_that_missed_a_probe_is_asked_what_it_is():
     name = fleet.members[7].instance.id
     fleet.refuses = fleet.gone = {name}
     fleet.run(6)
-    fleet.gone, back = set(), fleet.now
+    fleet.gone = set()
+    back = fleet.now
     fleet.run(6)
 
     assert min(at for at in fleet.looks[name] if at >= back) in fleet.whole[name]

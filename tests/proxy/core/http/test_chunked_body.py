@@ -17,7 +17,8 @@ def cut(data, places):
 
 def read(pieces):
     """Read a chunked body in pieces; return it, and what follows it."""
-    chunks, body = ChunkedBody(), b""
+    chunks = ChunkedBody()
+    body = b""
     for number, piece in enumerate(pieces):
         body += chunks.feed(piece)
         if chunks.is_over:
@@ -75,7 +76,8 @@ def test_a_long_body_in_small_chunks_is_refused(size, piece):
     """Each chunk costs as much as a large one: up to 64 KiB they may be of any size, above at least 64 bytes each."""
     enough = 64 * 1024 // size
     wire = chunks_of(size, enough)
-    chunks, body = ChunkedBody(), b""
+    chunks = ChunkedBody()
+    body = b""
     for at in range(0, len(wire), piece):
         body += chunks.feed(wire[at : at + piece])
 

@@ -23,7 +23,9 @@ WANTED = [
 
 def requests_in(pieces):
     """Return the target and the body of each request whose end is in these pieces of a connection."""
-    reader, found, body = RequestReader(), [], b""
+    reader = RequestReader()
+    found = []
+    body = b""
     target = b""
     for piece in pieces:
         data = piece
@@ -34,7 +36,9 @@ def requests_in(pieces):
             elif (head := reader.read_head(data)) is None:
                 data = b""
             else:
-                data, target, body = reader.rest, head.target, b""
+                data = reader.rest
+                target = head.target
+                body = b""
                 if head.length != 0:
                     reader.expect_body(head.length)
                     continue
@@ -68,7 +72,8 @@ def test_a_head_is_charged_by_its_bytes_until_its_end_is_here():
 
 
 def test_the_target_of_a_head_that_is_refused_can_be_told():
-    begun, whole = RequestReader(), b"POST /v1/completions?x HTTP/1.1\r\nbad line\r\n\r\n"
+    begun = RequestReader()
+    whole = b"POST /v1/completions?x HTTP/1.1\r\nbad line\r\n\r\n"
     assert begun.read_head(whole[:20]) is None
     with pytest.raises(BadFraming):
         begun.read_head(whole[20:])

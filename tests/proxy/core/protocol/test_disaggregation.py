@@ -12,7 +12,9 @@ from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
 
 BOTH = (Api.COMPLETIONS, Api.CHAT)
 TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)
-RESPONSES, MESSAGES, GENERATE = (Api.RESPONSES,), (Api.MESSAGES,), (Api.GENERATE,)
+RESPONSES = (Api.RESPONSES,)
+MESSAGES = (Api.MESSAGES,)
+GENERATE = (Api.GENERATE,)
 EVERY = tuple(Api)
 FUNCTION = {"type": "function", "name": "f"}
 

@@ -53,7 +53,8 @@ def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after
     events = [style.event(event) for event in saying(api, after, **own).events()]
     raw = b"".join(events)
     for reads in (events, *([raw[at : at + size] for at in range(0, len(raw), size)] for size in (7, 25, 1000))):
-        lines, passed = WholeLines("d0"), []
+        lines = WholeLines("d0")
+        passed = []
         if after is None or (after and api is Api.RESPONSES):
             passed.extend(map(lines.feed, reads))
             assert b"".join(passed).replace(b"\r\n", b"\n") == raw.replace(b"\r\n", b"\n")
@@ -83,7 +84,8 @@ OWN = {
 @STYLE
 def test_a_model_may_write_about_it(api, text, style):
     """In a text."""
-    raw, lines = json.dumps(text).encode(), WholeLines("d0")
+    raw = json.dumps(text).encode()
+    lines = WholeLines("d0")
 
     assert not is_given_up(style.json(saying(api).whole() | {"model": text}))
     for event in saying(api).events():

@@ -13,7 +13,9 @@ from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
 
-P, R, TRANSFER = InstanceId("prefill-0"), RequestId("pdrelay-1"), TransferId("xfer-9")
+P = InstanceId("prefill-0")
+R = RequestId("pdrelay-1")
+TRANSFER = TransferId("xfer-9")
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

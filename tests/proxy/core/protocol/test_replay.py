@@ -25,7 +25,8 @@ def fields_of(body):
 def broken_off(api, body, after):
     """Return what has been shown of a stream that broke off after so many events, and what may go on with it."""
     fields = fields_of(body)
-    replay, stream = Replay(api, fields), list(events(json.loads(encode(traced(fields))), name="x"))
+    replay = Replay(api, fields)
+    stream = list(events(json.loads(encode(traced(fields))), name="x"))
     return b"".join(replay.feed(one) for one in stream[:after]), replay
 
 
@@ -33,7 +34,9 @@ def run(api, body, breaks, per_event=1):
     """Serve a stream over engines that break off after so many events each; None: it could not go on."""
     fields = fields_of(body)
     replay = Replay(api, fields)
-    asked, shown, tried = traced(fields), b"", 0
+    asked = traced(fields)
+    shown = b""
+    tried = 0
     while True:
         stream = list(events(json.loads(encode(asked)), name=f"cmpl-{tried}", per_event=per_event))
         stop = breaks[tried] if tried < len(breaks) else len(stream)
@@ -183,8 +186,10 @@ MADE = {  # by a literal, the texts of tokens 0, 1, 2 ...
 )
 def test_what_a_parser_keeps_back_is_not_lost(literal, after, temperature):
     """A stream that goes on behind a token of which the client lacks the end would lack it for good."""
-    fields, made = fields_of(CHAT | {"temperature": temperature}), MADE[literal]
-    replay, shown = Replay(Api.CHAT, fields, _prompt=[77]), []
+    fields = fields_of(CHAT | {"temperature": temperature})
+    made = MADE[literal]
+    replay = Replay(Api.CHAT, fields, _prompt=[77])
+    shown = []
     for chunk in list(keeping_back(made, literal))[:after]:
         line = replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
         shown += [json.loads(line[5:])["choices"][0]["delta"].get("content", "")] if b"data:" in line else []

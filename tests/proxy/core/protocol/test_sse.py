@@ -16,7 +16,8 @@ STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]
 @given(cuts=st.lists(st.integers(0, len(STREAM))), stop=st.integers(0, len(STREAM)))
 def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
     """Nothing is lost, nothing is held back longer than its line, and only a whole stream counts as complete."""
-    lines, passed = WholeLines("d0"), b""
+    lines = WholeLines("d0")
+    passed = b""
     edges = sorted({0, stop, *(cut for cut in cuts if cut < stop)})
     for start, end in itertools.pairwise(edges):
         passed += lines.feed(STREAM[start:end])
@@ -62,7 +63,8 @@ def test_every_legal_framing_is_complete(size, ending, space, last, behind):
     """The HTML standard, 9.2.5: lines end in three ways, and the space behind the colon may be missing."""
     stream = b': hi\n\nevent: x\ndata: {"a": 1}\n\ndata: {"b":"kv_transfer_params"}\n\n' + last + behind
     framed = stream.replace(b": {", b":" + space + b"{").replace(b": [", b":" + space + b"[").replace(b"\n", ending)
-    lines, passed = WholeLines("d0"), b""
+    lines = WholeLines("d0")
+    passed = b""
     for at in range(0, len(framed), size):
         passed += lines.feed(framed[at : at + size])
     rest, complete = lines.finish()
@@ -85,7 +87,8 @@ def test_a_line_that_ends_with_a_carriage_return_passes_at_once():
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\xef\xbb\xbf: hi\r\r", b"\r", b"id: 1\r"])
 def test_the_first_event_is_found_behind_a_mark(start, sizes):
     """Of a byte order, which is no part of a line."""
-    stream, beginning = start + b'data:{"error":{"code":400}}\r\r', Beginning()
+    stream = start + b'data:{"error":{"code":400}}\r\r'
+    beginning = Beginning()
     found = [beginning.feed(stream[at : at + sizes]) for at in range(0, len(stream), sizes)]
 
     assert [data for data in found if data is not None][:1] == [b'{"error":{"code":400}}']
@@ -110,7 +113,8 @@ def test_other_apis_end_with_a_named_event(name, size):
         (b'\ndata: {"half', False),
         (b"", False),
     ):
-        lines, whole = WholeLines("d0"), text + tail
+        lines = WholeLines("d0")
+        whole = text + tail
         passed = b"".join(lines.feed(whole[at : at + size]) for at in range(0, len(whole), size))
         rest, is_complete = lines.finish()
 
@@ -173,7 +177,8 @@ def test_small_pieces_cost_what_large_ones_do(feed):
 
 def test_parameters_do_not_pass_in_pieces():
     """A name that is cut in two is one name."""
-    lines, passed = WholeLines("d0"), b""
+    lines = WholeLines("d0")
+    passed = b""
     stream = b'data: {"a":1,"kv_transfer_params":{"remote_host":"h"}}\n\ndata: [DONE]\n\n'
     for at in range(0, len(stream), 7):
         passed += lines.feed(stream[at : at + 7])

@@ -160,7 +160,8 @@ def test_without_leave_to_serve_alone_all_requests_are_pairs():
 
 def test_any_turns_in_a_row_are_divided_by_the_weights():
     """Requests between two changes may be few."""
-    turns, found = GroupTurns(), shares_of(grouped(revisions(a=2, b=2), revisions(a=14, b=2))[0], may_be_alone=True)
+    turns = GroupTurns()
+    found = shares_of(grouped(revisions(a=2, b=2), revisions(a=14, b=2))[0], may_be_alone=True)
     for count in (20, 100, 7):
         chosen = Counter(found.all.index(turns.next(found)) for _ in range(count))
         for number, share in enumerate(found.all):
@@ -170,7 +171,8 @@ def test_any_turns_in_a_row_are_divided_by_the_weights():
 def test_caches_do_not_get_a_revision_more_than_the_bound():
     """All prompts are cached at the one old decode engine that is left: it gets its share and some more."""
     found = shares_of(grouped(revisions(a=4, b=4), revisions(a=1, b=7))[0], may_be_alone=True)
-    turns, old = GroupTurns(), next(share.group.decode[0].id for share in found.all if share.group.name == "revision a")
+    turns = GroupTurns()
+    old = next(share.group.decode[0].id for share in found.all if share.group.name == "revision a")
     chosen = [turns.cached(found, [old]) or turns.next(found) for _ in range(400)]
 
     at_old = sum(share.group.name == "revision a" for share in chosen)

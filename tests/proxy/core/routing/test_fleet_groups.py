@@ -34,7 +34,8 @@ def registry_of(engines):
 def test_engines_without_a_partner_are_those_that_requests_find_none_for(engines):
     """Counted in steps for metrics, and by the groups that requests are routed by: the numbers are the same."""
     registry = registry_of(engines)
-    groups, roles = finish(grouping_in_steps(registry)), {role for role, _, _ in engines}
+    groups = finish(grouping_in_steps(registry))
+    roles = {role for role, _, _ in engines}
     routed = {Role.PREFILL: len(groups.unpaired_prefill), Role.DECODE: len(groups.unpaired_decode)}
 
     assert finish(unpaired_in_steps(registry)) == (routed if roles == {*Role} else dict.fromkeys(Role, 0))

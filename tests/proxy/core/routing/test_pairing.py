@@ -232,7 +232,8 @@ def attempt(choice, usable, ask):
 def test_what_is_remembered_changes_no_choice(steps):
     """Whatever is learned, drained or brought back between two requests, as if everything were looked at anew."""
     registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), EngineCapabilities()])
-    everyone, anew = [member.instance.id for member in registry.members()], pairs.groups.choice.copy()
+    everyone = [member.instance.id for member in registry.members()]
+    anew = pairs.groups.choice.copy()
     turns = GroupTurns()
     for (what, which, facts), model in steps:
         if what == "learn":

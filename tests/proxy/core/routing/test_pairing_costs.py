@@ -24,7 +24,8 @@ class CountingRegistry(Registry):
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.looks, self._found = 0, self.get
+        self.looks = 0
+        self._found = self.get
         self.get = self.counted
 
     def counted(self, name):
@@ -97,7 +98,8 @@ def test_a_trial_that_takes_long_costs_other_requests_nothing():
     """It may be a stream of minutes, of the only model there is; what it shows counts at once."""
     world = World().halves(100, "a")
     sick = world.registry.known(Role.DECODE)[0]
-    life, request = world.wait_for_trial(sick), RequestId("r")
+    life = world.wait_for_trial(sick)
+    request = RequestId("r")
     assert world.fleet.any_pair(A)[1] == sick
     world.fleet.enter(sick, request)
     world.fleet.any_pair(A)
@@ -124,7 +126,8 @@ def test_the_next_request_for_the_model_is_the_trial():
 def test_adapters_in_turn_are_looked_at_once_for_each_change():
     """With more names than were remembered, all of them were forgotten at once, over and over again."""
     names = [f"lora-{n}" for n in range(200)]
-    world, asks = World().halves(100, *names), [RoutingHints(name) for name in names]
+    world = World().halves(100, *names)
+    asks = [RoutingHints(name) for name in names]
     world.looks_of(asks)
     assert world.looks_of(asks * 3) == 0
 

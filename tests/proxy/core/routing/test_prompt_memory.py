@@ -22,7 +22,9 @@ def prompt(*texts):
 
 def test_the_next_turn_finds_prompt_and_answer():
     """What D generated is in its cache, too."""
-    memory, first, second = PromptMemory(10.0), prompt("a question"), prompt("a question", "an answer", "a new one")
+    memory = PromptMemory(10.0)
+    first = prompt("a question")
+    second = prompt("a question", "an answer", "a new one")
     memory.sent(D0, first, since=0.0, now=0.0)
     assert memory.matched(D0, second, since=0.0, now=1.0) == first.size
     assert memory.matched(D0, second, since=0.0, now=1.0, is_there=True) == 0
@@ -35,7 +37,8 @@ def test_the_next_turn_finds_prompt_and_answer():
 
 def test_a_prompt_is_on_its_way_until_the_engine_has_computed_it():
     """A moment later its events tell, and what it has evicted since does not count."""
-    memory, first = PromptMemory(10.0), prompt("a question")
+    memory = PromptMemory(10.0)
+    first = prompt("a question")
     second = prompt("a question", "an answer", "a new one")
     memory.sent(D0, first, since=0.0, now=0.0)
     assert memory.on_its_way(D0, second, since=0.0, now=1.0) == first.size
@@ -52,7 +55,8 @@ def test_a_prompt_is_on_its_way_until_the_engine_has_computed_it():
 
 def test_a_known_prompt_that_is_sent_again_is_on_its_way_until_it_arrives_again():
     """The engine may have evicted it meanwhile; then it computes it once more, and no other engine should do so."""
-    memory, first = PromptMemory(1000.0), prompt("a question")
+    memory = PromptMemory(1000.0)
+    first = prompt("a question")
     memory.sent(D0, first, since=0.0, now=0.0)
     memory.arrived(D0, first, now=1.0)
     memory.sent(D0, first, since=0.0, now=100.0)
@@ -66,7 +70,9 @@ def test_a_known_prompt_that_is_sent_again_is_on_its_way_until_it_arrives_again(
 
 def test_a_decode_engine_has_a_prompt_and_its_answer_while_the_prompt_comes_again():
     """That it is on its way once more takes away nothing of what an answer has shown."""
-    memory, first, second = PromptMemory(1000.0), prompt("a question"), prompt("a question", "an answer", "a new one")
+    memory = PromptMemory(1000.0)
+    first = prompt("a question")
+    second = prompt("a question", "an answer", "a new one")
     memory.answered(D0, first, 500, now=0.0)
     memory.sent(D0, first, since=0.0, now=100.0)
     while_it_comes = memory.matched(D0, second, since=0.0, now=100.5, is_there=True)
@@ -81,7 +87,9 @@ def test_a_decode_engine_has_a_prompt_and_its_answer_while_the_prompt_comes_agai
 @given(st.lists(st.tuples(st.sampled_from(["sent", "arrived"]), st.floats(0.01, 3.0)), min_size=1, max_size=12))
 def test_a_prompt_is_on_its_way_as_long_as_it_was_sent_after_it_arrived_last(events):
     """However often it is sent; and what has arrived counts for a quarter of a second more."""
-    memory, first, now = PromptMemory(1000.0), prompt("a question"), 0.0
+    memory = PromptMemory(1000.0)
+    first = prompt("a question")
+    now = 0.0
     sent_at, arrived_at = None, None
     for event, seconds in events:
         if event == "sent":
@@ -99,7 +107,8 @@ def test_a_prompt_is_on_its_way_as_long_as_it_was_sent_after_it_arrived_last(eve
 
 def test_an_answer_counts_for_no_more_than_was_relayed():
     """A client may put a document where the answer was; nobody has that."""
-    memory, first = PromptMemory(10.0), prompt("q")
+    memory = PromptMemory(10.0)
+    first = prompt("q")
     memory.answered(D0, first, 500, now=0.0)
 
     assert memory.matched(D0, prompt("q", "x" * 9000, "?"), since=0.0, now=0.0) == first.size + 500
@@ -107,7 +116,8 @@ def test_an_answer_counts_for_no_more_than_was_relayed():
 
 def test_another_branch_of_a_conversation_has_the_answer_too():
     """A user may ask another question in place of the second one."""
-    memory, first = PromptMemory(10.0), prompt("q")
+    memory = PromptMemory(10.0)
+    first = prompt("q")
     memory.answered(D0, first, 500, now=0.0)
     memory.sent(D0, prompt("q", "a", "one"), since=0.0, now=1.0)
     other = prompt("q", "a", "other")
@@ -117,7 +127,9 @@ def test_another_branch_of_a_conversation_has_the_answer_too():
 
 def test_what_is_not_used_is_forgotten():
     """The engine has evicted it, most likely; each turn begins the time anew."""
-    memory, first, second = PromptMemory(10.0), prompt("q" * 2000), prompt("q" * 2000, "a", "b")
+    memory = PromptMemory(10.0)
+    first = prompt("q" * 2000)
+    second = prompt("q" * 2000, "a", "b")
     memory.answered(D0, first, 10, now=0.0)
     memory.sent(D0, second, since=0.0, now=9.0)
     assert memory.matched(D0, second, since=0.0, now=19.0)
@@ -129,7 +141,8 @@ def test_what_is_not_used_is_forgotten():
 
 def test_a_prompt_that_is_sent_again_does_not_bring_back_what_was_forgotten():
     """It is on its way once more; whether its answer comes is not known."""
-    memory, first = PromptMemory(10.0), prompt("q")
+    memory = PromptMemory(10.0)
+    first = prompt("q")
     memory.answered(D0, first, 10, now=0.0)
     memory.sent(D0, first, since=0.0, now=10.1)
 
@@ -139,7 +152,9 @@ def test_a_prompt_that_is_sent_again_does_not_bring_back_what_was_forgotten():
 
 def test_a_restarted_engine_has_nothing():
     """What it gets afterwards it has."""
-    memory, first, second = PromptMemory(99.0), prompt("q"), prompt("q", "a", "b")
+    memory = PromptMemory(99.0)
+    first = prompt("q")
+    second = prompt("q", "a", "b")
     memory.answered(D0, first, 10, now=1.0)
     assert memory.matched(D0, second, since=2.0, now=3.0) == 0
 
@@ -150,7 +165,8 @@ def test_a_restarted_engine_has_nothing():
 
 def test_an_engine_can_say_that_it_has_less():
     """The rest of the conversation is forgotten, and what is shared with others stays."""
-    memory, first = PromptMemory(99.0), prompt("system" * 100, "", "q" * 3000)
+    memory = PromptMemory(99.0)
+    first = prompt("system" * 100, "", "q" * 3000)
     memory.answered(D0, first, 10, now=0.0)
     memory.forget(D0, first, 700)
     left = memory.matched(D0, first, since=0.0, now=0.0, is_there=True)
@@ -160,7 +176,9 @@ def test_an_engine_can_say_that_it_has_less():
 
 def test_an_answer_grows_old_though_its_prompt_is_sent_again():
     """Only a prompt that goes on behind the answer uses the blocks of the answer."""
-    memory, asked, goes_on = PromptMemory(20.0), prompt("a"), prompt("a", "y" * 300, "z")
+    memory = PromptMemory(20.0)
+    asked = prompt("a")
+    goes_on = prompt("a", "y" * 300, "z")
     memory.sent(D0, asked, since=0.0, now=0.0)
     memory.answered(D0, asked, 10_000, now=0.0)
     memory.sent(D0, asked, since=0.0, now=15.0)
@@ -228,14 +246,16 @@ class Turns(RuleBasedStateMachine):
 
     def compare(self, at, texts):
         """An engine can have no more than what the account says; less, if it was forgotten."""
-        found, since = prompt(*texts), self.since[at]
+        found = prompt(*texts)
+        since = self.since[at]
         for is_there in (False, True):
             matched = self.memory.matched(at, found, since=since, now=self.now, is_there=is_there)
             assert matched <= self.most(at, texts, is_there=is_there)
 
     def most(self, at, texts, *, is_there):
         """Return how many bytes of a prompt an engine can have by the account."""
-        oldest, most = max(self.since[at], self.now - LIFETIME_S), 0
+        oldest = max(self.since[at], self.now - LIFETIME_S)
+        most = 0
         for engine, when, then, answered, there in self.sent:
             if engine == at and when >= oldest:
                 same = next((i for i, (a, b) in enumerate(zip(texts, then, strict=False)) if a != b), None)

@@ -60,7 +60,8 @@ RULES = {
 def test_the_whole_table(role, failure):
     """Whether there is another try with one engine and with two, and who takes it."""
     for known in (engines(role, 1), engines(role, 2)):
-        failed, chances = LegFailed(known[0], ERRORS[failure]), RetryAttempts(1)
+        failed = LegFailed(known[0], ERRORS[failure])
+        chances = RetryAttempts(1)
         rule = RULES[role, failure]
         chances.free = 0
         hopeless = rule.again is RetryScope.NOTHING or (rule.where is RetryTarget.ELSEWHERE and len(known) == 1)
@@ -73,7 +74,8 @@ def test_the_whole_table(role, failure):
 
 def test_chances_run_out():
     """A request that kills engines must not kill them all."""
-    known, chances = engines(Role.PREFILL, 9), RetryAttempts(2)
+    known = engines(Role.PREFILL, 9)
+    chances = RetryAttempts(2)
     taken = [chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known) for one in known[:4]]
 
     assert taken == [True, True, False, False]
@@ -81,7 +83,8 @@ def test_chances_run_out():
 
 def test_when_all_have_failed_all_are_candidates_again():
     """A short trouble is more likely than that all are gone."""
-    known, chances = engines(Role.DECODE, 2), RetryAttempts(5)
+    known = engines(Role.DECODE, 2)
+    chances = RetryAttempts(5)
     for one in known:
         chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known)
 
@@ -98,7 +101,8 @@ def test_engines_that_have_failed_come_last():
 
 def test_a_closed_idle_connection_takes_no_chance_but_not_for_ever():
     """Of an engine that closes each connection the request would be sent to it without end."""
-    known, chances = engines(Role.DECODE, 1), RetryAttempts(1)
+    known = engines(Role.DECODE, 1)
+    chances = RetryAttempts(1)
     closed = LegFailed(known[0], ERRORS[Failure.CONNECTION_CLOSED])
     taken = [(chances.take(closed, known), chances.is_charged, chances.left) for _ in range(4)]
 
@@ -120,7 +124,8 @@ ALONE = [failure for failure, verdict in VERDICTS.items() if verdict.prefill.may
 @pytest.mark.parametrize("failure", Failure)
 def test_a_decode_engine_serves_alone_when_no_other_prefill_engine_is_left(failure):
     """It has had nothing of the request: engines bear that in any case, and nothing is charged."""
-    known, chances = engines(Role.PREFILL, 1), RetryAttempts(1)
+    known = engines(Role.PREFILL, 1)
+    chances = RetryAttempts(1)
     taken = chances.take(LegFailed(known[0], ERRORS[failure]), known, may_be_alone=True)
 
     assert chances.is_alone == (failure in ALONE)
@@ -131,7 +136,8 @@ def test_a_decode_engine_serves_alone_when_no_other_prefill_engine_is_left(failu
 @pytest.mark.parametrize(("retries", "fails"), [(1, 1), (2, 2), (3, 3)])
 def test_the_last_retry_is_not_lost_to_a_third_prefill_engine(retries, fails):
     """Many fail at the same time: a rack, or the network to it."""
-    known, chances = engines(Role.PREFILL, 9), RetryAttempts(retries)
+    known = engines(Role.PREFILL, 9)
+    chances = RetryAttempts(retries)
     for one in known[:fails]:
         assert not chances.is_alone
         assert chances.take(LegFailed(one, ERRORS[Failure.UNREACHABLE]), known, may_be_alone=True)
@@ -141,7 +147,9 @@ def test_the_last_retry_is_not_lost_to_a_third_prefill_engine(retries, fails):
 
 def test_a_decode_engine_that_serves_alone_speaks_for_the_prefill_engine_too():
     """It has computed the same prompt."""
-    prefill, decode, chances = engines(Role.PREFILL, 1), engines(Role.DECODE, 1), RetryAttempts(2)
+    prefill = engines(Role.PREFILL, 1)
+    decode = engines(Role.DECODE, 1)
+    chances = RetryAttempts(2)
     chances.take(LegFailed(prefill[0], ERRORS[Failure.HTTP_5XX]), prefill, may_be_alone=True)
 
     assert chances.is_suspect

@@ -76,7 +76,8 @@ def test_of_any_requests_in_a_row_no_engine_gets_more_than_the_bound(sessions, p
     rows = [fleet.serve(f"session {one}", number)[1] for number, one in enumerate(sessions)]
 
     for begin in range(0, len(rows), 20):
-        counts, window = Counter(name for row in rows[begin:] for name in row), len(rows) - begin
+        counts = Counter(name for row in rows[begin:] for name in row)
+        window = len(rows) - begin
         for name, count in counts.items():
             size = len(fleet.registry.known(fleet.registry.get(name).instance.role))
             assert count <= EACH * window / size + BURST
@@ -84,7 +85,8 @@ def test_of_any_requests_in_a_row_no_engine_gets_more_than_the_bound(sessions, p
 
 def test_a_session_that_is_most_of_the_traffic_is_divided():
     """It has many requests at a time, so it is not one conversation: its engine leaves to the next what is too much."""
-    fleet, counts = Fleet(*MIXED), Counter()
+    fleet = Fleet(*MIXED)
+    counts = Counter()
     for number in range(800):
         chosen, _ = fleet.serve("everyone" if number % 4 else f"session {number}", number)
         counts[chosen[-1]] += 1
@@ -172,7 +174,9 @@ def test_models_without_end_are_not_kept():
 
 def test_adapters_in_turn_keep_the_bound_of_each_engine():
     """All bounds were forgotten beyond 64 names, over and over again: each engine had its burst anew each time."""
-    names, rounds, counts = [f"lora-{n}" for n in range(100)], 60, Counter()
+    names = [f"lora-{n}" for n in range(100)]
+    rounds = 60
+    counts = Counter()
     fleet = Fleet(*([replace(facts, models=frozenset(names)) for facts in side] for side in MIXED))
     for number in range(rounds):
         for place, name in enumerate(names):

@@ -253,7 +253,8 @@ async def test_after_every_fault_the_view_is_right_and_nobody_is_in_it_who_is_go
             await fault(api)
             await agreed(eye, api)
             assert "10.0.0.0" not in eye.known
-            api.faults.hangs, api.faults.events = False, lambda events: events
+            api.faults.hangs = False
+            api.faults.events = lambda events: events
             api.put("pods", "late", pod("10.0.0.99"))
             api.delete("pods", "p1")
             await agreed(eye, api)

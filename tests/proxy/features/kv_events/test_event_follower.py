@@ -29,7 +29,8 @@ PROMPT = TokenPrompt(IDS)
 
 @asynccontextmanager
 async def following(*targets, index=None, transport=None, **pauses):
-    registry, counts = Registry(), EventCounts()
+    registry = Registry()
+    counts = EventCounts()
     for target in targets:
         registry.add_target(Role.DECODE, Target.parse(target), now=0.0)
     checks = HttpChecks(timeout_s=5, headers=lambda role: ((b"authorization", b"Bearer key"),), transport=transport)
@@ -197,7 +198,8 @@ async def test_an_engine_is_asked_again_as_soon_as_it_is_up(status, reason):
 
 async def test_an_engine_that_ends_its_connection_is_asked_again_after_a_pause():
     """That it has come up was before: it may end each connection at once."""
-    asked, ends = [], asyncio.Event()
+    asked = []
+    ends = asyncio.Event()
 
     class Frames(httpx.AsyncByteStream):
         async def __aiter__(self):

@@ -19,7 +19,8 @@ SHOWN = b'\nvllm:num_requests_running{engine="0"} 3.0\nvllm:kv_cache_usage_perc{
 
 def test_an_engine_is_full_for_as_long_as_each_round_shows_it():
     """Those that do not answer, that are drained, or whose ranks share their metrics take no part."""
-    registry, relief = Registry(), KvRelief(0.95)
+    registry = Registry()
+    relief = KvRelief(0.95)
     names = [registry.add(Role.DECODE, Address("http", "h", port)).id for port in (1, 2, 3, 4)]
     rank = registry.add(Role.DECODE, Address("http", "h", 5), rank=0).id
     registry.departures.drain(names[2], now=0.0)

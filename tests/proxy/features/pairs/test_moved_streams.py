@@ -20,7 +20,8 @@ class Engines(Scripted):
     def __init__(self, prefill=pulled_prefill, stops_at=0):
         """``stops_at``: which stream stops."""
         super().__init__(prefill, self._decode)
-        self.go_on, self.sent = asyncio.Event(), 0
+        self.go_on = asyncio.Event()
+        self.sent = 0
         self.stops_in = stops_at
 
     async def post(self, leg, *, timeout_s):
@@ -55,7 +56,8 @@ async def test_a_pair_of_decode_engines_that_has_rested_is_tried_by_a_stream_tha
     now = [0.0]
     engines = Engines()
     router = router_of(engines, 1, 2, resume_streams=True, clock=lambda: now[0])
-    registry, lenders = router.registry, []
+    registry = router.registry
+    lenders = []
     history = router.fleet.pair_history
     history.health.failed(("decode-0", "decode-1"), PairFailure.TRANSFER, 3, now=0.0)
     history._settle("decode-1")
@@ -86,7 +88,8 @@ async def test_a_move_over_an_engine_that_pulls_and_pushes_teaches_nothing():
 
     engines = Engines(prefill, stops_at=3)
     router = router_of(engines, 1, 2, resume_streams=True)
-    registry, modes = router.registry, list[str]()
+    registry = router.registry
+    modes = list[str]()
     for member in registry.members():
         kv_role = "kv_consumer" if member.as_role(Role.DECODE) else None
         registry.learn(member.instance.id, EngineCapabilities(mode=EngineMode.AUTO, kv_role=kv_role))

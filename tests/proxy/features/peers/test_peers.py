@@ -74,7 +74,8 @@ class Fleet:
 @asynccontextmanager
 async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=None, **more):
     """So many routers before the same engines."""
-    ports, engines = free_ports(routers), sims(prefill, 1)
+    ports = free_ports(routers)
+    engines = sims(prefill, 1)
     holding = [Holding(engines[f"p{place}"]) for place in range(prefill)]
     network = InMemory({f"p{place}": one for place, one in enumerate(holding)} | {"d0": engines["d0"]})
     async with AsyncExitStack() as stack:

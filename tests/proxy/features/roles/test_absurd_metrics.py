@@ -59,7 +59,8 @@ def test_an_engine_with_an_absurd_number_shows_nothing(found, name, value):
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(10.0, 1e8), (1e8, 1e-9), (1e15, 1e-9), (1e80, 1e-80)]))
 def test_no_numbers_of_an_engine_end_the_decisions(seed, sizes):
     """They are made for the whole fleet: an error in one of them turned no engine, and said so in the log alone."""
-    dice, controller = Random(seed), RoleController(TARGETS, LIMITS)
+    dice = Random(seed)
+    controller = RoleController(TARGETS, LIMITS)
     rise = {(name, metric): dice.choice((0.0, 10.0, *sizes)) for name in ROLES for metric in NAMES}
     totals = dict.fromkeys(rise, 0.0)
     for number in range(24):

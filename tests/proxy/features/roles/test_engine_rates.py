@@ -11,7 +11,8 @@ BASE_S, SLOPE_S, TARGET_S = 0.04, 0.004, 0.08  # 10 streams, and 125 tokens a se
 
 def line_of(streams_per_s, *, noise, seed, looks=40):
     """Return what is learned at so many tokens a second, more or less; the machine is now fast, now slow."""
-    line, chance = DecodeLine(), Random(seed)
+    line = DecodeLine()
+    chance = Random(seed)
     for _ in range(looks):
         line.fade(5.0)
         made = streams_per_s * chance.uniform(0.7, 1.3)
@@ -44,7 +45,8 @@ def test_the_line_is_found_where_batches_differ(made):
 @pytest.mark.parametrize("seed", range(20))
 def test_an_engine_that_makes_all_it_can_is_believed_to_be_full(seed):
     """Its tokens are about the same in batches of any size: the line is that of its batches, and not one of chance."""
-    line, chance = DecodeLine(), Random(seed)
+    line = DecodeLine()
+    chance = Random(seed)
     for _ in range(12):
         line.fade(5.0)
         batch = chance.uniform(15.0, 32.0)
@@ -56,7 +58,8 @@ def test_an_engine_that_makes_all_it_can_is_believed_to_be_full(seed):
 @pytest.mark.parametrize(("busy", "looks"), [(0.15, 6), (0.02, 6), (1.0, 5)])
 def test_the_rate_of_engines_with_little_to_do_is_soon_known(busy, looks):
     """A fleet with too many prefill engines had none for two minutes: 20 s of their work."""
-    rate, known = PrefillRate(), []
+    rate = PrefillRate()
+    known = []
     for _ in range(looks):
         known.append(rate.per_s)
         rate.add(5 * busy * 1000, 5 * busy, 5.0)

@@ -24,7 +24,8 @@ class Router:
     """One router's side of it, in a world whose clock the test moves."""
 
     def __init__(self, name, text, times, fails=None):
-        self.begun, self._fails = [], fails
+        self.begun = []
+        self._fails = fails
         clock, wall = lambda: times[0] + 7.0, lambda: times[0] + 1e9
         self.changes = LeasedRoleChanges(name, text, self._change, clock=clock, wall=wall)
 
@@ -39,7 +40,8 @@ async def test_of_two_routers_one_turns_engines_and_the_other_knows_of_it(shared
     another, _ = shared
     times = [100.0]
     one, two = Router("one", another(), times), Router("two", another(), times)
-    first, second = await one.changes.hold(), await two.changes.hold()
+    first = await one.changes.hold()
+    second = await two.changes.hold()
     engine = InstanceId("decode-0")
 
     assert (first.holds, second.holds, second.holder) == (True, False, "one")
@@ -64,7 +66,9 @@ async def test_a_turn_that_is_refused_counts_as_one():
 
 async def test_a_clock_that_is_ahead_does_not_hide_a_turn():
     """Hosts' clocks differ: a turn of the future is one of now."""
-    text, ahead, times = MemoryText(), [130.0], [100.0]
+    text = MemoryText()
+    ahead = [130.0]
+    times = [100.0]
     await Router("one", text, ahead).changes.begin(InstanceId("decode-0"), Role.PREFILL)
 
     assert (await Router("two", text, times).changes.hold()).changed_at == (107.0,)

@@ -41,7 +41,9 @@ class Pods:
 @asynccontextmanager
 async def asking(client, urls):
     """Ask all routers all the time while the block lasts; yields what is not right, and what was asked."""
-    over, wrong, asked = asyncio.Event(), [], []
+    over = asyncio.Event()
+    wrong = []
+    asked = []
 
     async def ask(url):
         while not over.is_set():

@@ -42,7 +42,8 @@ def test_traffic_that_changes_at_once_is_followed_before_the_minute_is_over(befo
     """A mean over both traffics is of neither, so the role that gives an engine seemed to have none for 50 s."""
     fleet = FluidFleet(*engines)
     fleet.run(*before, 600)
-    changed, turned = fleet.now, len(fleet.turned)
+    changed = fleet.now
+    turned = len(fleet.turned)
     for _ in range(12):
         fleet.step(*after, 5.0)
         fleet.look()
@@ -188,7 +189,8 @@ def assigned(both, *, prefill=0, decode=0, limits):
     """Let a controller see so many engines of each kind, again and again; return the roles that it gives, in order."""
     fleet = FluidFleet(prefill, decode, limits=limits)
     other = FluidFleet(both, 0)
-    free, given = {f"x{one.name}": replace(one, name=f"x{one.name}", key=f"x{one.key}") for one in other.readings()}, []
+    free = {f"x{one.name}": replace(one, name=f"x{one.name}", key=f"x{one.key}") for one in other.readings()}
+    given = []
     for _ in range(both + 3):
         fleet.now += 5.0
         readings = [*fleet.readings(), *given]

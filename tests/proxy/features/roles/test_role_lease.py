@@ -34,7 +34,9 @@ def look(lease, shared, now, wall=None, *, turns=False):
 
 def test_the_first_one_has_it_and_keeps_it():
     """Whoever else looks measures, and waits."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
 
     assert look(one, shared, 0.0)
     for now in range(1, 300):
@@ -44,7 +46,9 @@ def test_the_first_one_has_it_and_keeps_it():
 
 def test_another_one_takes_it_when_it_is_not_renewed():
     """The holder was killed, perhaps in a turn. It is the other one's own clock that counts."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 1e6)
 
     assert not look(two, shared, 5.0)
@@ -55,7 +59,9 @@ def test_another_one_takes_it_when_it_is_not_renewed():
 
 def test_a_turn_that_does_not_count_is_written_and_not_remembered():
     """The holder must still have the lease when an engine turns; what is no turn of the hour's takes none from it."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 0.0)
     view = one.view_of(shared.text, now=1.0, wall=5000.0, turns=True, counts=False)
 
@@ -67,7 +73,9 @@ def test_a_turn_that_does_not_count_is_written_and_not_remembered():
 
 def test_turns_outlive_their_router():
     """The cool-down and the turns of an hour are the fleet's."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 0.0, wall=5000.0, turns=True)
     two.view_of(shared.text, now=0.0, wall=5000.0)
     view = two.view_of(shared.text, now=LASTS_S, wall=5000.0 + LASTS_S)
@@ -78,7 +86,9 @@ def test_turns_outlive_their_router():
 
 def test_a_turn_of_the_future_becomes_older_like_all_others():
     """A host whose clock was a day ahead would have stopped the controllers of the others for a day."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 0.0, wall=90_000.0, turns=True)
     look(two, shared, 0.0, wall=3_600.0)
     look(two, shared, LASTS_S, wall=3_600.0 + LASTS_S)
@@ -90,7 +100,9 @@ def test_a_turn_of_the_future_becomes_older_like_all_others():
 
 def test_turns_of_the_future_stay_as_many_as_they_were():
     """A clock that was set back by hours: six turns would have counted as one, and five more could follow at once."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     for minute in range(6):
         look(one, shared, 60.0 * minute, wall=10_000.0 + 60.0 * minute, turns=True)
     two.view_of(shared.text, now=0.0, wall=3_600.0)
@@ -106,7 +118,9 @@ def test_turns_of_the_future_stay_as_many_as_they_were():
 @pytest.mark.parametrize("later", ["", "as it was before the turns"])
 def test_a_store_that_loses_its_memory_does_not_give_the_turns_of_an_hour_anew(later):
     """A Redis without a disk that starts again, or with yesterday's: the fleet has turned all the same."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 0.0, wall=5_000.0)
     before = shared.text
     for now in (1.0, 100.0):
@@ -122,7 +136,8 @@ def test_a_store_that_loses_its_memory_does_not_give_the_turns_of_an_hour_anew(l
 
 def test_a_turn_that_was_not_written_is_none():
     """The write has failed, so nothing has turned: to remember it would spend a turn."""
-    shared, one = Text(), RoleLease("one")
+    shared = Text()
+    one = RoleLease("one")
     look(one, shared, 0.0)
     one.view_of(shared.text, now=1.0, wall=1.0, turns=True)
 
@@ -131,7 +146,9 @@ def test_a_turn_that_was_not_written_is_none():
 
 def test_a_turn_is_written_even_if_the_lease_is_fresh():
     """A holder that hung may have lost it: the write fails then, and nothing turns."""
-    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    shared = Text()
+    one = RoleLease("one")
+    two = RoleLease("two")
     look(one, shared, 0.0)
     before = shared.text
     view = one.view_of(before, now=1.0, wall=1.0, turns=True)
@@ -151,7 +168,9 @@ def test_a_turn_is_written_even_if_the_lease_is_fresh():
 )
 def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
     """Whatever hangs between reading and writing: each turn that is begun is in the text, once, in order."""
-    shared, now, begun = Text(), 0.0, []
+    shared = Text()
+    now = 0.0
+    begun = []
     leases = {name: RoleLease(name) for name in ("one", "two", "three")}
     hung = {}
     for name, later, turns, hangs in steps:

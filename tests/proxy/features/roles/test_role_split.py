@@ -47,7 +47,8 @@ def test_noise_within_the_margin_never_turns_an_engine_there_and_back(prefill, d
 @given(prefill=counts, decode=counts, p=work, d=work)
 def test_a_turn_makes_the_worse_role_better(prefill, decode, p, d):
     """The highest pressure falls, or the turn is not made."""
-    split, traffic = Split(prefill, decode), busy(p, d)
+    split = Split(prefill, decode)
+    traffic = busy(p, d)
     role = lacking(traffic, split)
     if role is not None:
         after = split.after_change(role)
@@ -62,7 +63,8 @@ def test_what_is_wanted_is_enough_and_no_more(p, d, least):
     found = needed_split(busy(p, d), Split(*least))
 
     for role in Role:
-        amount, bound = busy(p, d).for_role(role), Split(*least).for_role(role)
+        amount = busy(p, d).for_role(role)
+        bound = Split(*least).for_role(role)
         assert found.for_role(role) >= bound
         assert amount <= 0.7 * found.for_role(role) + 1e-6
         assert found.for_role(role) == bound or amount > 0.7 * (found.for_role(role) - 1) - 1e-6

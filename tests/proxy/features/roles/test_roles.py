@@ -35,7 +35,9 @@ class ShownSim(Sim):
 
     def __init__(self, role, fleet, name):
         super().__init__(role)
-        self._fleet, self._name, self.looks = fleet, name, 0
+        self._fleet = fleet
+        self._name = name
+        self.looks = 0
         self._app.router.routes.insert(0, Route("/metrics", self._shown))
 
     async def _shown(self, _):
@@ -84,7 +86,9 @@ async def passes(fleet, engines, client, busy, steps):
 @asynccontextmanager
 async def asking(client, count=4):
     """Ask all the time while the block lasts; yields what is not right, and what was asked."""
-    over, wrong, asked = asyncio.Event(), [], []
+    over = asyncio.Event()
+    wrong = []
+    asked = []
 
     async def ask(number):
         while not over.is_set():
@@ -111,7 +115,8 @@ async def test_the_page_and_the_metrics_show_the_latest_decision():
         for _ in range(9):
             fleet.step(4.2, 0.8)
             await looked(fleet, engines)
-        found, metrics = await roles_part(client), (await client.get("/metrics")).text
+        found = await roles_part(client)
+        metrics = (await client.get("/metrics")).text
 
     assert found["state"].startswith("dry-run, ")
     assert [row[:2] for row in found["rows"]] == [["prefill", "4"], ["decode", "4"]]
@@ -129,7 +134,8 @@ async def test_engines_follow_the_traffic_and_no_request_is_lost():
         prompts = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
         await passes(fleet, engines, client, (0.9, 3.9), 30)
         answers = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
-        found, metrics = await roles_part(client), (await client.get("/metrics")).text
+        found = await roles_part(client)
+        metrics = (await client.get("/metrics")).text
 
     assert wrong == []
     assert len(asked) > 50
@@ -147,7 +153,8 @@ async def test_engines_follow_the_traffic_and_no_request_is_lost():
 async def test_a_router_without_it_decides_nothing():
     """The default: no engine is asked for its metrics more often than before."""
     async with router({"p0": Sim("prefill"), "d0": Sim("decode")}, Settings()) as client:
-        found, metrics = await roles_part(client), (await client.get("/metrics")).text
+        found = await roles_part(client)
+        metrics = (await client.get("/metrics")).text
 
     assert found is None
     assert "pdrelay_wanted_engines" not in metrics

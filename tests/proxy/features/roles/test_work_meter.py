@@ -149,7 +149,9 @@ def test_numbers_are_of_the_traffic_since_it_changed(busy):
 
 def test_chance_is_no_change_of_traffic():
     """Three requests in twenty seconds and then one are what chance makes of four: a mean of a minute says more."""
-    meter, prompts, shown = WorkMeter(TARGETS), 0.0, list[float]()
+    meter = WorkMeter(TARGETS)
+    prompts = 0.0
+    shown = list[float]()
     for look in range(48):
         prompts += (1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)[look % 8]
         totals = EngineTotals(5.0 * look, 0.0, 0.0, 0.1, prompts * 1_000, prompts, 0.0, 0.0, prompts * 2.0, prompts)

@@ -417,7 +417,8 @@ async def test_a_file_system_that_hangs_stops_neither_the_router_nor_an_operator
             was_released.append(released.wait(10))
         return stat(path, **options)
 
-    world, ear = FileWorld(tmp_path), Ear()
+    world = FileWorld(tmp_path)
+    ear = Ear()
     store = FileStore(str(world.path), ear, poll_s=0.01, patience_s=0.1)
     async with store.running():
         monkeypatch.setattr(Path, "stat", hanging)
@@ -567,8 +568,10 @@ async def test_a_configmap_that_is_not_there_is_said_and_one_that_goes_changes_n
 
 async def test_a_lock_that_another_process_keeps_is_named_and_not_waited_for(tmp_path):
     """A router that is stopped (SIGSTOP) with it made ``pdrelay instances`` of all others wait for ever."""
-    path, ear = tmp_path / "set.json", Ear()
-    store, text = FileStore(str(path), ear, lock_wait_s=0.05), FileText(f"{path}.roles", lock_wait_s=0.05)
+    path = tmp_path / "set.json"
+    ear = Ear()
+    store = FileStore(str(path), ear, lock_wait_s=0.05)
+    text = FileText(f"{path}.roles", lock_wait_s=0.05)
     await text.read()
     with Path(f"{path}.lock").open("a") as one, Path(f"{path}.roles.lock").open("a") as other:
         fcntl.flock(one, fcntl.LOCK_EX)

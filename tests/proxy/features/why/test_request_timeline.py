@@ -360,9 +360,12 @@ def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients(
 
 def test_a_request_with_thousands_of_prompts_is_one_entry_of_the_history():
     """It pushes out one other request and keeps the prompts that failed, then those that took longest."""
-    history, whole = RequestHistory(2), RequestRecord(RequestId("pdrelay-1"), client_id="mine")
+    history = RequestHistory(2)
+    whole = RequestRecord(RequestId("pdrelay-1"), client_id="mine")
     before = RequestRecord(RequestId("pdrelay-0"))
-    whole.parts, whole.queue_s, before.queue_s = PromptParts(), 0.0, 0.0
+    whole.parts = PromptParts()
+    whole.queue_s = 0.0
+    before.queue_s = 0.0
     history.add([before])
     for number in range(4096):
         part = PromptRecord(RequestId(f"pdrelay-1-p{number}"), client_id="mine")

@@ -67,7 +67,8 @@ async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request()
     engines = sims()
     async with router(engines, OPEN) as client:
         response = await client.post("/v1/completions", json=PROMPT)
-        name, at = response.headers["x-request-id"], now()
+        name = response.headers["x-request-id"]
+        at = now()
         steps = [("arrived", 0.0, 0), ("queued", 0.001, 0), ("finished", 0.002, 1)]
         events = [{"step": step, "at": at + after, "count": number} for step, after, number in steps]
         engines["p0"].timelines, engines["d0"].timelines = {name: events}, {}

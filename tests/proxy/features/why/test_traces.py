@@ -155,7 +155,8 @@ async def test_times_that_no_exporter_can_write_are_left_out(spans):
 
 async def test_engines_that_noted_nothing_are_left_alone():
     """Most keep no timelines: two more requests to engines for each traced one would be a load of its own."""
-    now, asked = [0.0], list[str]()
+    now = [0.0]
+    asked = list[str]()
 
     async def ask(record, without):
         asked.append(record.request_id)

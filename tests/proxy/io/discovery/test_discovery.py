@@ -90,7 +90,8 @@ async def test_a_turn_that_is_made_while_doubts_are_written_stands():
         await turn_now(world, name, PREFILL)
         world.registry.remove(name, now=1)
     first, second = world.reconciler.roles.assignments
-    put, written = world.store.put, []
+    put = world.store.put
+    written = []
 
     async def slow(name, text):
         await put(name, text)
@@ -142,7 +143,8 @@ async def test_what_an_engine_serves_is_kept_for_another_router_that_names_it(ki
     other.see()
     store.tell()
     await turn_now(here, "decode-1", PREFILL)
-    writes, put = [], store.put
+    writes = []
+    put = store.put
 
     async def counted(name, text):
         writes.append(text)

@@ -44,7 +44,8 @@ TEXTS = st.one_of(
 @given(st.lists(st.dictionaries(st.sampled_from("uvw"), TEXTS), min_size=1, max_size=8))
 def test_a_router_that_followed_a_store_wants_what_one_that_starts_would(steps):
     """It looks at the entries alone that have changed, of what may be thousands."""
-    follower, entries = World(), {}
+    follower = World()
+    entries = {}
     for step in steps:
         entries = {name: text for name in "uvw" if (text := step.get(name, entries.get(name))) is not None}
         finish(follower.entries.view_in_steps(dict(entries)))
@@ -64,7 +65,9 @@ def test_a_view_of_a_store_is_taken_in_steps_and_heard_when_they_are_done():
     registry = Registry()
     registry.add_target(Role.DECODE, Target.parse("static:80"), now=0)
     reconciler = Reconciler(registry, [EngineSource.STORE], lambda: 0.0)
-    entries, counts, synced = Entries(reconciler), [1], list[bool]()
+    entries = Entries(reconciler)
+    counts = [1]
+    synced = list[bool]()
     turns = [Assignment(Key(Role.DECODE, place), EngineRole.PREFILL) for place in ("static:80", "h7:80")]
     turned = {assignment_name(one.key): assignment_of(one) for one in turns}
     for _ in entries.view_in_steps({**stored(range(1000)), **turned}):
@@ -86,7 +89,8 @@ def test_a_view_of_a_store_is_taken_in_steps_and_heard_when_they_are_done():
 
 async def test_a_view_that_comes_while_another_is_taken_in_waits_and_the_latest_counts():
     """Else a step of the first one would take out again what the second one has brought."""
-    world, names = World(), list[set[str]]()
+    world = World()
+    names = list[set[str]]()
     views = [stored(range(300)), stored(range(600, 900)), stored(range(100, 400)), stored(range(100, 401))]
 
     async def take(view):

@@ -96,9 +96,11 @@ def test_all_engines_are_compared_in_steps_and_only_if_some_came_or_went():
 
 def test_a_view_of_all_pods_is_taken_in_steps_and_heard_when_they_are_done():
     """In one go, the first LIST of 2,000 pods kept every stream waiting for 68 ms."""
-    world, most = World(), 20
+    world = World()
+    most = 20
     pods = {f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(1000)}
-    counts, synced = [0], list[bool]()
+    counts = [0]
+    synced = list[bool]()
     for _ in world.pods.view_in_steps(pods):
         counts.append(len(world.registry.members()))
         synced.append(EngineSource.PODS not in world.discovery.missing)

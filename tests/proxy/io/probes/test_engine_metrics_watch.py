@@ -25,7 +25,9 @@ class World:
         self.wet = registry.add(Role.DECODE, Address("http", "h", 3))
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.tokens = {self.dry.id: 0, self.wet.id: 0}
-        self.sick, self.refused, self.engine_id = False, (), b"p"
+        self.sick = False
+        self.refused = ()
+        self.engine_id = b"p"
         self.watch = EngineMetricsWatch(registry, self.metrics, self.telemetry, every_s=0.001)
 
     async def metrics(self, instance):
@@ -105,7 +107,8 @@ async def test_what_was_counted_of_engines_that_left_is_forgotten():
 async def test_it_looks_for_as_long_as_the_router_serves(caplog):
     """Also after something unforeseen, and not for longer."""
     caplog.set_level(logging.ERROR)
-    world, asked = World(), []
+    world = World()
+    asked = []
 
     async def odd(instance):
         asked.append(instance)
@@ -144,7 +147,8 @@ class Shown:
 
 def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
     """What it shows is old after a minute, for ``--move-above``; a zone may not answer at all."""
-    registry, asked = Registry(), dict[str, float]()
+    registry = Registry()
+    asked = dict[str, float]()
     engines = [registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, 501)]
     silent = {one.id for one in engines[100:150]}
 

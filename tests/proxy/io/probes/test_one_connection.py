@@ -18,7 +18,9 @@ pytestmark = pytest.mark.processes
 
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-STAYS, CLOSES, RESETS = "stays", "closes", "resets"
+STAYS = "stays"
+CLOSES = "closes"
+RESETS = "resets"
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: what is not sent is dropped, and the peer gets a reset
 
 

@@ -188,7 +188,8 @@ def test_what_a_drained_engine_is_behind_its_restart_is_read_anew(registry, engi
 
 async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up(registry, engines, caplog):
     """Not at once: it may be busy. And not those of an engine that answers."""
-    member, given_up = add(registry), []
+    member = add(registry)
+    given_up = []
 
     def give_up(instance, *, silent_s):
         given_up.append((instance.id, silent_s, member.life.silent_s(now=now()) >= 0.2))
@@ -207,7 +208,8 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
 
 async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(registry, engines):
     """It does not hang: it may want a key that we do not have, or say that it is overloaded, and serve on."""
-    member, given_up = add(registry), []
+    member = add(registry)
+    given_up = []
 
     def give_up(instance, *, silent_s):
         given_up.append(now())
@@ -228,7 +230,9 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
 
 async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_given_up(registry, engines):
     """It is busy with what it has left; only an engine that answers nothing in between hangs."""
-    member, given_up, asked = add(registry, Role.PREFILL), [], []
+    member = add(registry, Role.PREFILL)
+    given_up = []
+    asked = []
 
     def give_up(instance, *, silent_s):
         given_up.append(instance.id)
@@ -395,7 +399,8 @@ async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, c
 def test_an_engine_that_never_comes_is_warned_of_once(caplog):
     """With the cause, which may be a wrong name or a wrong key: one INFO line at the start is soon out of sight."""
     caplog.set_level("INFO", "pdrelay_proxy")
-    registry, engines = Registry(), Engines()
+    registry = Registry()
+    engines = Engines()
     engines.sick = ProbeFailed("cannot be reached: its name does not resolve")
 
     async def starting():

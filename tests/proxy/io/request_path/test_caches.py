@@ -74,7 +74,8 @@ def test_what_was_found_for_a_request_holds_until_another_one_is_sent(role):
     """Its engines are chosen in several steps, and each engine is looked up once."""
     told = Told()
     world = World(told)
-    ask, engine = hints(), world.engine(role)
+    ask = hints()
+    engine = world.engine(role)
     assert [world.caches.matched(engine, ask) for _ in range(3)] == [0, 0, 0]
     assert told.asked == 1
 
@@ -88,7 +89,8 @@ def test_what_other_engines_have_holds_when_a_request_is_sent_to_one():
     """Its other engine is chosen next."""
     told = Told()
     world = World(told)
-    ask, engines = hints(), world.fleet.known(Role.PREFILL)
+    ask = hints()
+    engines = world.fleet.known(Role.PREFILL)
     assert world.caches.matches(engines, ask) == [0, 0]
 
     world.caches.sent(engines[0], ask)
@@ -100,7 +102,8 @@ def test_what_other_engines_have_holds_when_a_request_is_sent_to_one():
 def test_what_was_found_for_a_request_ends_when_an_engine_loses_its_cache():
     """A leg that cannot reach its engine shows it: it may come back as another process."""
     world = World()
-    ask, engine = hints(), world.engine(Role.DECODE)
+    ask = hints()
+    engine = world.engine(Role.DECODE)
     world.caches.sent(engine, ask)
     assert world.caches.matched(engine, ask) > 0
 
@@ -114,7 +117,8 @@ def test_what_was_found_for_a_request_ends_with_time_and_with_a_report():
     """What is on its way counts for five seconds, what was sent has a lifetime, and engines evict."""
     told = Told()
     world = World(told)
-    ask, engine = hints(), world.engine(Role.PREFILL)
+    ask = hints()
+    engine = world.engine(Role.PREFILL)
     world.caches.matched(engine, ask)
     world.now += 0.2
     world.caches.matched(engine, ask)
@@ -130,7 +134,8 @@ def test_a_request_that_is_sent_again_has_the_same_prompt():
     """What was found of it holds, if nothing has changed."""
     told = Told()
     world = World(told)
-    ask, engine = hints(), world.engine(Role.DECODE)
+    ask = hints()
+    engine = world.engine(Role.DECODE)
     world.caches.matched(engine, ask)
     world.caches.matched(engine, ask.once_more())
 
@@ -139,7 +144,9 @@ def test_a_request_that_is_sent_again_has_the_same_prompt():
 
 def test_a_report_counts_more_than_what_was_sent():
     """An engine that has evicted a prompt has it no more; how far it goes on behind what it tells, was sent."""
-    nothing, some, part = (0, 0, "told"), (100, 100, "told"), (100, 300, "both")
+    nothing = (0, 0, "told")
+    some = (100, 100, "told")
+    part = (100, 300, "both")
     world = World(Told(prefill_0=nothing, decode_0=some, decode_1=part))
     ask = hints()
     engines = [world.engine(role, place) for role in Role for place in (0, 1)]
@@ -156,7 +163,8 @@ def test_a_report_counts_more_than_what_was_sent():
 def test_what_is_on_its_way_counts_beside_a_report():
     """The engine tells of it once it has computed it."""
     world = World(Told(prefill_0=(0, 0, "told")))
-    ask, engine = hints(), world.engine(Role.PREFILL)
+    ask = hints()
+    engine = world.engine(Role.PREFILL)
     world.caches.sent(engine, ask)
 
     assert world.caches.matched(engine, ask) == SIZE

@@ -10,7 +10,8 @@ P, D = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for rol
 
 def counting():
     """Return what takes legs, what they wait in, and what was counted."""
-    later, counted = DeferredCalls(), []
+    later = DeferredCalls()
+    counted = []
     legs = GoodLegs(later, lambda legs: counted.append((legs.instance, legs.answered, legs.answered_s, legs.over_s)))
     return legs, later, counted
 

@@ -64,7 +64,8 @@ def break_and_rest(fleet, clock):
 @pytest.mark.parametrize("failure", [None, Failure.UNREACHABLE])
 def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     """Its slot is held while the prompt is computed, given back, and taken again for the decode leg."""
-    d, trial = break_and_rest(fleet, clock), RequestId("trial")
+    d = break_and_rest(fleet, clock)
+    trial = RequestId("trial")
     assert fleet.choose(fleet.usable(Role.DECODE)) == d
     assert d not in fleet.usable(Role.DECODE)
     fleet.enter(d, trial)

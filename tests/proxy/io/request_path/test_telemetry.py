@@ -145,7 +145,11 @@ LEGS = st.tuples(st.sampled_from([P, D]), st.sampled_from([None, None, Failure.B
 def test_what_is_added_up_beside_the_counters_is_in_them_when_they_are_read(happened):
     """The same as if each leg and each request had been counted by itself."""
     seen = telemetry()
-    requests, routed, transfers, legs, queued = Counter(), Counter(), Counter(), Counter(), Counter()
+    requests = Counter()
+    routed = Counter()
+    transfers = Counter()
+    legs = Counter()
+    queued = Counter()
     for one in happened:
         if isinstance(one, tuple):
             instance, failure = one

@@ -59,7 +59,8 @@ def test_its_prefix_cache_is_remembered(policy):
 
 def test_sessions_go_elsewhere_and_come_back():
     """Those of other engines stay where they are."""
-    found, sessions = fleet(PolicyName.SESSION), [f"session {number}" for number in range(40)]
+    found = fleet(PolicyName.SESSION)
+    sessions = [f"session {number}" for number in range(40)]
     before = {one: found.any_pair(hints(session=one))[1].id for one in sessions}
     turn(found, "decode-1", PREFILL)
     during = {one: found.any_pair(hints(session=one))[1].id for one in sessions}

@@ -104,7 +104,8 @@ async def told_of(*conversation):
     """Return what is told of each answer, given in pieces, and whether the connection may be used again."""
     connection = Connection(Peer(Address("http", "h", 80)), Nobody())
     connection.connection_made(Wire())
-    found, rests = [], True
+    found = []
+    rests = True
     for pieces in conversation:
         call = Told()
         if not rests or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b""]):
@@ -274,7 +275,8 @@ def test_a_stream_is_the_same_behind_any_other_answer(conversation):
 @pytest.mark.parametrize("read_before", range(1, len(usual())))
 def test_what_follows_half_an_answer_goes_on_with_it(read_before):
     """Also if it looks like an answer: it is the rest of a header, or of a body."""
-    before, after = usual(usual(b"{}"))[:read_before], usual(b"[]")
+    before = usual(usual(b"{}"))[:read_before]
+    after = usual(b"[]")
     all_of_it = before + after
 
     found = asyncio.run(told_of([before, after]))

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.processes
 def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, serving_tls):
     """The TLS layer reads on, and keeps what it decrypts until reading resumes: by then it is another's turn."""
     theirs, ours = serving_tls
-    delivering, paused, strayed = threading.Event(), threading.Event(), threading.Event()
+    delivering = threading.Event()
+    paused = threading.Event()
+    strayed = threading.Event()
 
     def script(_, talk):
         talk.request()

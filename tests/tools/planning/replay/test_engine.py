@@ -30,7 +30,9 @@ class Bench:
     """One loop, engines, and the times at which legs begin to answer and end."""
 
     def __init__(self, model=MODEL, block_tokens=10):
-        self.loop, self.model, self.block_tokens = EventLoop(), model, block_tokens
+        self.loop = EventLoop()
+        self.model = model
+        self.block_tokens = block_tokens
         self.engine = self.another()
         self.first, self.ended = {}, {}
 
@@ -132,7 +134,8 @@ def test_without_room_a_request_waits():
 def test_a_transfer_by_hand():
     """D has nothing: 50 tokens of 10 bytes are half a second and half a second; D computes one token."""
     bench = Bench()
-    other, lent = bench.another(), bench.leg("p", range(5), 50, 1, holds_blocks=True)
+    other = bench.another()
+    lent = bench.leg("p", range(5), 50, 1, holds_blocks=True)
     other.add(lent)
     bench.loop.run()
     assert other.kv_use == pytest.approx(0.06)
@@ -208,7 +211,8 @@ class Published:
     """The events of a cache."""
 
     def __init__(self):
-        self.there, self.chain = set(), {}
+        self.there = set()
+        self.chain = {}
 
     def stored(self, name, before):
         assert name not in self.there
@@ -227,7 +231,8 @@ class Published:
 )
 def test_events_tell_all_that_is_in_a_cache(requests):
     """Whatever is taken and given back: a name is there if it was stored and not removed."""
-    events, running = Published(), []
+    events = Published()
+    running = []
     cache = KvCache(12, events)
     for chat, size, answer, ends in requests:
         names = range(100 * chat, 100 * chat + size)
@@ -269,7 +274,8 @@ def test_what_is_in_use_is_not_evicted():
 )
 def test_every_leg_ends_once_and_everything_is_given_back(legs):
     """Whatever comes when: each answers and then ends, the blocks add up, and the busy time has all the work in it."""
-    bench, counts = Bench(), {}
+    bench = Bench()
+    counts = {}
     for number, (at_s, prefix, prompt, output) in enumerate(legs):
         names = [*range(min(prefix, prompt // 10)), *range(1000 * (number + 1), 1000 * (number + 1) + 40)]
 

@@ -164,7 +164,8 @@ def test_the_text_is_equal_as_far_as_the_blocks_are():
     """Policies compare it: messages as JSON, of users and of engines in turn, four bytes for a token."""
     trace = Conversations(2, 3, 1.0, 4.0, 160, 50, 30).generate(16, 0)
     first, third, other = (json.loads(trace.text(number)) for number in (0, 2, 3))
-    head, tail = trace.text(0)[:-1], trace.text(2)
+    head = trace.text(0)[:-1]
+    tail = trace.text(2)
 
     assert tail.startswith(head)
     assert [one["role"] for one in third] == ["user", "assistant"] * 2 + ["user"]

@@ -29,7 +29,9 @@ def completion(**fields):
     return json.dumps({"choices": [{"index": 0, "text": "ace", "finish_reason": "length", **fields}]}).encode()
 
 
-WRONG_TEXT, WRONG_LOGPROBS, WRONG_USAGE = FindingName.WRONG_TEXT, FindingName.WRONG_LOGPROBS, FindingName.WRONG_USAGE
+WRONG_TEXT = FindingName.WRONG_TEXT
+WRONG_LOGPROBS = FindingName.WRONG_LOGPROBS
+WRONG_USAGE = FindingName.WRONG_USAGE
 UNLIKE = ((("a", -0.1), ("b", -2.05)), *LIKELY[1:])
 DIFFERENCES = {
     "none": (RIGHT, []),

@@ -31,7 +31,8 @@ def test_the_prefill_leg_keeps_the_rules(question):
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_both_legs_are_of_one_request(question):
     """Whatever shapes the prompt is the same."""
-    first, second = prefill_body(question, "m", "t1"), decode_body(question, "m", {})
+    first = prefill_body(question, "m", "t1")
+    second = decode_body(question, "m", {})
 
     assert rules.identity(first) == rules.identity(second)
 

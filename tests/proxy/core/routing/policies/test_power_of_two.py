@@ -26,7 +26,8 @@ def test_the_two_are_different_and_the_busier_one_loses(count, data):
         return drawn[-1]
 
     chosen = PowerOfTwo(index, dice).choose(ENGINES[:count])
-    first, second = drawn[0], (drawn[0] + 1 + drawn[1]) % count
+    first = drawn[0]
+    second = (drawn[0] + 1 + drawn[1]) % count
 
     assert first != second
     assert index(chosen) == min(first, second)

@@ -144,7 +144,8 @@ def answered(policy, prompt, *engines):
 def test_only_what_has_been_answered_counts_as_cached():
     """Eight equal prompts at once must not all be computed by one decode engine, for the KV cache that is to come."""
     policy = prefix()
-    home, prompt = policy.choose(ENGINES, ask(*"abc")), ask(*"abc")
+    home = policy.choose(ENGINES, ask(*"abc"))
+    prompt = ask(*"abc")
     found = policy.holding(ENGINES, prompt, 100, room())
     assert (found.engines, found.cached) == ((), 0)
 
@@ -155,7 +156,8 @@ def test_only_what_has_been_answered_counts_as_cached():
 
 def test_an_engine_whose_streams_cannot_bear_it_leaves_a_prompt_to_another_one_that_has_it():
     """Or to a prefill engine, if there is none."""
-    policy, prompt = prefix(), ask(*"abcd")
+    policy = prefix()
+    prompt = ask(*"abcd")
     answered(policy, prompt, ENGINES[1])
     answered(policy, ask(*"abc"), ENGINES[2])
     found = [policy.holding(ENGINES, prompt, 2 * BLOCK, room(*ENGINES[1:last])) for last in (1, 2, 3)]
@@ -168,7 +170,8 @@ def test_an_engine_whose_streams_cannot_bear_it_leaves_a_prompt_to_another_one_t
 def test_an_engine_that_is_too_busy_serves_nothing_alone():
     """Its cache is no reason to overload it."""
     load = dict.fromkeys([one.id for one in ENGINES], 0.0)
-    policy, prompt = prefix(lambda one: load[one.id]), ask(*"abcd")
+    policy = prefix(lambda one: load[one.id])
+    prompt = ask(*"abcd")
     answered(policy, prompt, ENGINES[1])
     load[ENGINES[1].id] = SLACK + 1
 
@@ -177,7 +180,8 @@ def test_an_engine_that_is_too_busy_serves_nothing_alone():
 
 def test_a_few_words_in_common_are_not_what_a_prompt_is_served_alone_for():
     """A short system prompt would gather all short prompts."""
-    policy, prompt = prefix(), ask(*"abcd")
+    policy = prefix()
+    prompt = ask(*"abcd")
     policy._caches.memory.answered(ENGINES[1].id, RoutingHints(prompt=prompt.prompt[:100]).blocks, 10, now=0.0)
 
     assert not policy.holding(ENGINES, prompt, 4 * BLOCK, room()).engines

@@ -90,7 +90,9 @@ def test_engines_that_do_not_fit_each_other_never_meet_and_all_others_do():
 def test_each_set_has_turns_of_its_own(asked, start):
     """Whether it comes as the same object or as an equal one; a new one goes on where all of them are."""
     sets = [tuple(f"engine-{number}" for number in range(size + 1)) for size in range(4)]
-    rotation, turns, total = Rotation(start), {}, start
+    rotation = Rotation(start)
+    turns = {}
+    total = start
     for place, is_same in asked:
         expected = turns.get(place, total)
         turns[place], total = expected + 1, total + 1

@@ -96,7 +96,8 @@ def test_what_was_measured_long_ago_counts_less_than_what_is_likely():
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 1e3)), max_size=30), st.floats(0, 1e4))
 def test_whatever_is_measured_a_time_is_never_negative_and_grows_with_the_number(measured, later):
     """Costs are compared, and added up."""
-    fit, now = LineFit(), 0.0
+    fit = LineFit()
+    now = 0.0
     for number, seconds, passed in measured:
         now += passed
         fit.add(number, seconds, PRIOR, now)
@@ -151,7 +152,9 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_when_all_requests_have_left_nothing_is_queued_whatever_became_of_their_legs(events):
     """Sent twice, never answered, answered and never sent: a token that stays would count for ever."""
-    speed, now, priors = EngineSpeed(), 0.0, Priors(PRIOR, PRIOR, PRIOR)
+    speed = EngineSpeed()
+    now = 0.0
+    priors = Priors(PRIOR, PRIOR, PRIOR)
     for kind, request, tokens, passed in events:
         now += passed
         match kind:

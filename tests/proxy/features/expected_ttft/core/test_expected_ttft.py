@@ -29,9 +29,12 @@ class Costs:
     """Costs by engine, in seconds."""
 
     def __init__(self, costs, *, alone=None, may_pause=True):
-        self.costs, self.by_alone, self.may_pause = costs, alone, may_pause
+        self.costs = costs
+        self.by_alone = alone
+        self.may_pause = may_pause
         self.may_be_alone = alone is not None
-        self.used, self.matches = Counter(), {}
+        self.used = Counter()
+        self.matches = {}
 
     def prefill(self, instance, _ask):
         return ExpectedTime(tokens=4, queue_s=self.costs[instance.id])
@@ -79,7 +82,8 @@ def test_the_pair_costs_at_most_a_little_more_than_the_best_one(seconds):
 def test_the_two_fit_and_few_pairs_are_looked_at(seconds, unfit):
     """Of any number of engines, as long as each fits one of the other side."""
     left, right = engines(Role.PREFILL, 20), engines(Role.DECODE, 20)
-    costs, looked = {one.id: cost for one, cost in zip([*left, *right], seconds, strict=True)}, []
+    costs = {one.id: cost for one, cost in zip([*left, *right], seconds, strict=True)}
+    looked = []
 
     def fits(p, d):
         looked.append((p, d))
@@ -96,7 +100,8 @@ def test_of_many_engines_a_few_are_looked_at_and_always_the_one_that_has_the_pro
     """The work for a request must not grow with the fleet."""
     left, right = engines(Role.PREFILL, 500), engines(Role.DECODE, 500)
     costs = Costs({one.id: 1.0 for one in [*left, *right]} | {left[place].id: 0.1})
-    costs.matches, looked = {left[place].id: 5000}, []
+    costs.matches = {left[place].id: 5000}
+    looked = []
     costs.prefill = lambda one, _ask: looked.append(one) or ExpectedTime(tokens=4, queue_s=costs.costs[one.id])
     prefill, _ = policy(costs).pair(left, right, ASK, always)
 
@@ -106,7 +111,8 @@ def test_of_many_engines_a_few_are_looked_at_and_always_the_one_that_has_the_pro
 
 def test_equals_share_what_comes_and_several_routers_do_not_choose_alike():
     """Chance picks two of them, and the one that was used less gets it."""
-    costs, chosen = Costs(by_id(*[1.0] * 8)), Counter()
+    costs = Costs(by_id(*[1.0] * 8))
+    chosen = Counter()
     one = policy(costs)
     for _ in range(400):
         pair = one.pair(P, D, ASK, always)

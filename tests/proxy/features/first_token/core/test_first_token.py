@@ -60,7 +60,8 @@ def test_the_pieces_do_not_matter(api, change, at, name, comment):
     body = BODIES[api] | change
     first = token_of(api, body)
     stream = b"".join(rest_of(first, body, name))
-    spliced, begun = Spliced(first), first.events()
+    spliced = Spliced(first)
+    begun = first.events()
     shown = begun + b"".join(spliced.feed(piece) for piece in cut((b": hm\n\n" if comment else b"") + stream, at))
 
     whole = b"".join(events(body, name="cmpl-r"))
@@ -75,7 +76,8 @@ def test_the_pieces_do_not_matter(api, change, at, name, comment):
 def test_a_text_with_the_words_of_an_event_is_left_alone():
     """Its quotes are escaped."""
     first = token_of(Api.COMPLETIONS, BODIES[Api.COMPLETIONS])
-    head, text = {"id": "x", "created": 7}, 'a "id":"x", and "usage":{ and "created":7, too'
+    head = {"id": "x", "created": 7}
+    text = 'a "id":"x", and "usage":{ and "created":7, too'
     spliced = Spliced(first)
     shown = [spliced.feed(b"data: " + json.dumps(head | {"choices": [{"text": each}]}, separators=(",", ":")).encode())
              for each in (text, text)]  # fmt: skip
@@ -120,7 +122,8 @@ def test_another_engine_is_asked_while_nothing_else_is_shown(api):
     """Then it is too late: what it makes might differ."""
     body = BODIES[api]
     first = token_of(api, body)
-    spliced, stream = Spliced(first), rest_of(first, body)
+    spliced = Spliced(first)
+    stream = rest_of(first, body)
     if api is Api.CHAT:
         assert spliced.feed(stream.pop(0)) == b""
     asked = json.loads(encode(spliced.again()))

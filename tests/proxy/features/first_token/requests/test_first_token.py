@@ -32,7 +32,9 @@ class Engines(Scripted):
 
     def __init__(self, *plans, offer=OFFER, spoil=lambda _: None):
         super().__init__(self._prefill, self._decode)
-        self._plans, self._offer, self._spoil = list(plans), offer, spoil
+        self._plans = list(plans)
+        self._offer = offer
+        self._spoil = spoil
         self.is_taught = False
         self.released = []
 

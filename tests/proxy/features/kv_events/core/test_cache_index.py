@@ -18,7 +18,9 @@ from support.searching import examples
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 SIZE = 2
-FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
+FULL = "full_attention"
+WINDOW = "sliding_window"
+STATE = "mamba"
 
 
 def names(ids, size=SIZE):
@@ -204,7 +206,8 @@ def test_an_event_that_may_remove_and_cannot_be_read_is_an_error():
 @pytest.mark.parametrize("kind", [WINDOW, STATE])
 def test_a_hit_ends_where_a_window_or_a_state_does(kind):
     """The other groups are of no use without what those layers had at that place."""
-    index, needs = following(), {WINDOW: 2, STATE: 1}[kind]
+    index = following()
+    needs = {WINDOW: 2, STATE: 1}[kind]
     more = {"kv_cache_spec_sliding_window": 4} if kind == WINDOW else {}
     send(index, stored(PROMPT))
     ends = names(PROMPT)
@@ -346,7 +349,8 @@ def test_an_engine_with_too_many_ranks_is_dropped():
 
 def test_long_events_are_applied_in_steps():
     """Requests are served between them."""
-    index, ids = following(), list(range(4000))
+    index = following()
+    ids = list(range(4000))
 
     assert send(index, stored(ids)) > 6
     assert cached(index, ids) == 3998
@@ -361,7 +365,8 @@ class Engine(RuleBasedStateMachine):
     def begin(self, seed):
         self.dice = random.Random(seed)
         self.index = CacheIndex(most=60, engine_most=40)
-        self.held, self.whole = Counter(), False
+        self.held = Counter()
+        self.whole = False
         self.connect()
 
     @rule()
@@ -438,7 +443,8 @@ TestEngine = Engine.TestCase
 
 def test_each_step_that_may_change_what_is_there_is_counted():
     """What was found between two steps of a long event is remembered only until the next one."""
-    index, ids = following(), [*range(2000)]
+    index = following()
+    ids = [*range(2000)]
     event = read_batch(msgspec.msgpack.encode([0.0, [stored(ids), removed(*names(ids))], 0]))
     seen = [(index.changes.count, cached(index, ids))]
 

@@ -12,7 +12,10 @@ from pdrelay_proxy.io.request_path.caches import SENT
 from support.chatting import LEAST, World, play, said
 
 EVENTS, BOTH = CacheSource.EVENTS, CacheSource.EVENTS_AND_SENT
-D0, D1, P0, P1 = "decode-0", "decode-1", "prefill-0", "prefill-1"
+D0 = "decode-0"
+D1 = "decode-1"
+P0 = "prefill-0"
+P1 = "prefill-1"
 
 
 def text(words, seed=0):
@@ -112,7 +115,8 @@ def test_what_a_decode_engine_has_added_alone_counts_as_far_as_there_are_blocks(
         assert world.serve(body, text(20, 90 + turn))
         world.told()
         said_so_far += [text(6, turn), text(20, 90 + turn)]
-    body, first = chat(*said_so_far, "?"), world.ids(chat(LONG))
+    body = chat(*said_so_far, "?")
+    first = world.ids(chat(LONG))
     size = len(json.dumps(body["messages"]))
     assert cached(world, body, name) > size - LEAST
 
@@ -199,7 +203,8 @@ def test_a_template_that_drops_what_was_thought_costs_no_more_than_the_seam():
 
 def imagined_in(world, seed, turns):
     """Play; return the engines that were said to have more tokens of a prompt than they had, of every third request."""
-    imagined, number = [], itertools.count()
+    imagined = []
+    number = itertools.count()
 
     def look(body):
         if next(number) % 3 == 0:

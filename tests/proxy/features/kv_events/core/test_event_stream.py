@@ -29,7 +29,9 @@ def raw(value):
 def test_the_payloads_come_out_however_the_bytes_are_cut(payloads, data):
     """TCP cuts anywhere; signs of life may be between any two."""
     whole = b"".join(frame(number, payload) + bytes(4) for number, payload in enumerate(payloads))
-    stream, found, at = KvEventStream(), [], 0
+    stream = KvEventStream()
+    found = []
+    at = 0
     while at < len(whole):
         step = data.draw(st.integers(1, 50))
         found += stream.feed(whole[at : at + step])
@@ -70,7 +72,8 @@ def test_what_cannot_be_right_ends_the_stream(bad):
 
 def test_the_longest_frame_is_taken():
     """And no byte more is held than it has."""
-    stream, payload = KvEventStream(), bytes(FRAME_MOST - 8)
+    stream = KvEventStream()
+    payload = bytes(FRAME_MOST - 8)
     whole = frame(0, payload)
     assert stream.feed(whole[:-1]) == []
     assert stream.feed(whole[-1:] + b"\0") == [payload]

@@ -81,7 +81,9 @@ class Fleet:
         self.router = router_of(self.engines, x, y, watchers=watchers, **({"resume_streams": True} | options))
         self.go_on = asyncio.Event()
         self.sent = 0  # events of the stream that stops now
-        self._holds_at, self._per_event, self._then = list(holds_at), per_event, then or {}
+        self._holds_at = list(holds_at)
+        self._per_event = per_event
+        self._then = then or {}
         for name in [f"decode-{number}" for number in range(y)]:
             self.router.registry.learn(name, EngineCapabilities(kv_role=kv_role))
 
@@ -246,7 +248,8 @@ def test_wherever_it_is_cut(api, tokens, cuts, per_event, stops, least, prompt):
             await until(lambda: fleet.sent or client.is_over)
             if client.is_over:
                 break
-            fleet.sent, leg = 0, client.request.record.decode
+            fleet.sent = 0
+            leg = client.request.record.decode
             fleet.drain(leg.instance)
             if client.request.record.decode is leg:
                 fleet.go_on.set()  # it is not cut there
@@ -422,7 +425,8 @@ class Named(str):
 @pytest.mark.parametrize("stage", ["streams", "prompts"])
 async def test_what_no_engine_can_take_is_looked_at_once(stage):
     """The last engine of a revision has thousands: choosing engines for each of them would stop the router."""
-    go_on, looks = asyncio.Event(), []
+    go_on = asyncio.Event()
+    looks = []
 
     async def prefill(leg):
         if stage == "prompts":
@@ -439,7 +443,8 @@ async def test_what_no_engine_can_take_is_looked_at_once(stage):
         )
         if stage == "streams":
             await until(lambda clients=clients: all(client.request.continuation.can_move() for client in clients))
-        other, name = registry.add(Role.DECODE, Address("http", "h", 9)), Named("b")
+        other = registry.add(Role.DECODE, Address("http", "h", 9))
+        name = Named("b")
         registry.learn(other.id, EngineCapabilities(models=frozenset({name})))
         before = name.looks
         fleet.drain()
@@ -457,7 +462,8 @@ async def test_what_no_engine_can_take_is_looked_at_once(stage):
 
 async def test_so_many_move_at_the_same_time():
     """The prefill engine has other things to do; a move that is over makes room for the next."""
-    waiting, go_on = [], asyncio.Event()
+    waiting = []
+    go_on = asyncio.Event()
 
     async def prefill(leg):
         if is_rest(leg):
@@ -486,7 +492,8 @@ async def test_so_many_move_at_the_same_time():
 
 async def test_the_engine_is_not_empty_while_its_kv_cache_is_read():
     """An operator who sees it drained stops it."""
-    asks, go_on = [], asyncio.Event()
+    asks = []
+    go_on = asyncio.Event()
 
     async def prefill(leg):
         if is_rest(leg):

@@ -103,7 +103,8 @@ class Fleet(Scripted):
 
 async def scene(plan, *, pushes):
     """Let all of it happen, then let everything end; return the fleet and what clients have asked and got."""
-    fleet, clients = Fleet(pushes=pushes), []
+    fleet = Fleet(pushes=pushes)
+    clients = []
     for event in plan:
         if event[0] == "begin":
             asked = BODY | {"max_tokens": event[2]}

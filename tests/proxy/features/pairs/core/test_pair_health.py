@@ -85,7 +85,9 @@ def test_a_pair_has_rested_also_if_its_trial_was_postponed():
 
 def test_a_rest_ends_with_one_request_and_doubles_with_each_that_fails():
     """Up to a limit: a firewall may stay for ever, and be opened at any time."""
-    pairs, now, rests = health(), 0.0, []
+    pairs = health()
+    now = 0.0
+    rests = []
     fail(pairs)
     for _ in range(4):
         rests.append(pairs.next_at - now)
@@ -206,7 +208,10 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=60))
 def test_whatever_happens_only_pairs_that_failed_in_a_row_are_avoided(steps):
     """And each of them is tried by one request at a time, no sooner than its rest is over."""
-    pairs, now, in_a_row, tried_at = health(), 0.0, dict[tuple[str, str], int](), dict[tuple[str, str], float]()
+    pairs = health()
+    now = 0.0
+    in_a_row = dict[tuple[str, str], int]()
+    tried_at = dict[tuple[str, str], float]()
     for what, pair, number in steps:
         if what == "fail":
             fail(pairs, pair, number, now)

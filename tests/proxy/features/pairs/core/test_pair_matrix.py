@@ -13,7 +13,9 @@ from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
 from pdrelay_proxy.features.pairs.core.pair_modes import PairModes
 from pdrelay_proxy.features.pairs.core.pair_rows import pair_rows, worst_rows
 
-A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
+A = ("p0", "d0")
+B = ("p0", "d1")
+C = ("p1", "d0")
 
 
 def test_a_pair_is_counted():
@@ -90,7 +92,8 @@ def test_a_request_that_began_before_an_engine_broke_shows_nothing():
 
 def test_pairs_that_fail_are_shown_first():
     """Nobody looks through a thousand rows."""
-    matrix, health = PairMatrix(8), PairHealth()
+    matrix = PairMatrix(8)
+    health = PairHealth()
     for now, pair in enumerate((A, B, C, ("p1", "d1"), ("p2", "d2"))):
         matrix.used(pair, None, float(now), float(now))
     matrix.failed(B, "timeout", 6.0)
@@ -109,7 +112,8 @@ def test_pairs_that_fail_are_shown_first():
 @pytest.mark.parametrize("role", Role)
 def test_a_pair_is_as_well_as_its_engines(role):
     """It would be well with an engine that was killed, for what became of it before counts no more."""
-    registry, matrix = Registry(), PairMatrix(4)
+    registry = Registry()
+    matrix = PairMatrix(4)
     pair = tuple(registry.add(each, Address("http", "h", 1)).id for each in Role)
     matrix.used(pair, 0.5, 5.0, 5.0)
     member = registry.member(pair[0] if role is Role.PREFILL else pair[1])

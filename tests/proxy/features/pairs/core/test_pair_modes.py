@@ -38,7 +38,8 @@ def test_the_faster_way_is_chosen_after_few_requests(slow):
 @given(seed=st.integers(0, 1000), factor=st.floats(2.0, 100.0), slow=st.sampled_from([PULL, PUSH]))
 def test_prompts_of_all_lengths_do_not_hide_a_large_difference(seed, factor, slow):
     """Whatever they are, the trial ends; where streams differ by less than the ways, the faster one is chosen."""
-    dice, modes = random.Random(seed), PairModes()
+    dice = random.Random(seed)
+    modes = PairModes()
 
     ways = run(modes, A, lambda way: dice.uniform(0.9, 1.1) * (factor if way is slow else 1.0), 200)
 

@@ -57,7 +57,9 @@ class World:
     def over(self, prefill="prefill-0", decode="decode-0", *, status=200, ttft_s=0.3, push=None):
         legs = LegRecord(prefill, 200.0), LegRecord(decode, 250.0)
         record = RequestRecord(RequestId("r"), prefill=legs[0], decode=legs[1], push=push)
-        record.status, record.ttft_s, record.began_at = status, ttft_s, self.now
+        record.status = status
+        record.ttft_s = ttft_s
+        record.began_at = self.now
         self.notes.ended([record])
 
 

@@ -199,7 +199,9 @@ def change(router, engine, count, *, begins):
 def test_whatever_is_lost_repeated_or_late_the_next_repetition_is_the_truth(found):
     """Three routers; datagrams are lost, doubled and overtake each other."""
     routers = met(*[OneRouter(number) for number in range(3)])
-    under_way, on_its_way, now = {(r, e): 0 for r in range(3) for e in range(3)}, [], 0.0
+    under_way = {(r, e): 0 for r in range(3) for e in range(3)}
+    on_its_way = []
+    now = 0.0
     for number, (one, engine, begins, delays) in enumerate(found):
         now += 0.01
         under_way[one, engine] = change(routers[one], engine, under_way[one, engine], begins=begins)
@@ -235,7 +237,9 @@ def test_an_altered_datagram_is_dropped(place):
 
 def test_a_stranger_and_an_old_datagram_are_dropped():
     """One without the secret, one that was kept for a minute, and one's own."""
-    one, stranger, other = OneRouter(1), OneRouter(3, secret=b"guessed"), OneRouter(2)
+    one = OneRouter(1)
+    stranger = OneRouter(3, secret=b"guessed")
+    other = OneRouter(2)
     for router in (one, stranger, other):
         router.send(0)
 
@@ -329,7 +333,9 @@ def test_many_engines_take_several_datagrams_below_any_mtu():
 @pytest.mark.parametrize(("targets", "per_s"), [(1, 3000), (15, 200), (63, 47)])
 def test_the_pace_is_at_once_for_a_while_and_bounded_in_the_long_run(targets, per_s):
     """A busy router must not spend its core on telling."""
-    pace, now, sends = SendPace(), 0.0, 0
+    pace = SendPace()
+    now = 0.0
+    sends = 0
     assert pace.due(now=5.0) == 5.0
     while now < 10.0:
         now = max(now + 1e-5, pace.due(now=now))

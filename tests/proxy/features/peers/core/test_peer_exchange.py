@@ -72,7 +72,9 @@ def acquainted(one, other):
 
 def test_what_was_sent_before_a_router_began_is_not_taken_in():
     """A router has gone, another begins within 30 s, and somebody repeats all that the first has sent."""
-    gone, there, late = OneRouter(1), OneRouter(2), OneRouter(3)
+    gone = OneRouter(1)
+    there = OneRouter(2)
+    late = OneRouter(3)
     acquainted(gone, there)
     gone.serve("r")
     told = gone.says(now=0.0)
@@ -110,7 +112,9 @@ def test_a_router_that_was_silent_names_the_other_one_again():
 
 def test_a_router_that_is_heard_for_the_first_time_is_news():
     """It is told at once, for it takes nothing in before."""
-    one, other, third = OneRouter(1), OneRouter(2), OneRouter(3)
+    one = OneRouter(1)
+    other = OneRouter(2)
+    third = OneRouter(3)
     assert not one.exchange.has_news
 
     one.meets(other.introduces())

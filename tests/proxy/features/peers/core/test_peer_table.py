@@ -86,7 +86,8 @@ def test_a_router_that_is_back_may_go_once_more():
 @pytest.mark.parametrize("surplus", [0, 1])
 def test_there_is_a_bound_and_who_went_first_is_forgotten_first(surplus):
     """Whatever a fleet does that starts its routers again and again."""
-    table, names = PeerTable(), [number.to_bytes(8, "big") for number in range(1024 + surplus)]
+    table = PeerTable()
+    names = [number.to_bytes(8, "big") for number in range(1024 + surplus)]
     forgotten = []
     for place in range(0, len(names), MOST_PEERS):
         for name in names[place : place + MOST_PEERS]:

@@ -51,7 +51,8 @@ def test_one_that_comes_back_is_found_by_every_router_in_a_second():
     before = len(fleet.at[name])
     fleet.run(30)
     looks = len(fleet.at[name]) - before
-    fleet.gone, back = set(), fleet.now
+    fleet.gone = set()
+    back = fleet.now
     fleet.run(5)
 
     assert looks <= 30 * (WATCHERS / 1.0 + 17 / 30) + 20
@@ -75,7 +76,8 @@ def test_a_watcher_that_ends_is_replaced():
     """The two others watch meanwhile, so no engine is without."""
     fleet = Fleet(12, 60)
     fleet.run(12)
-    since, fleet.cut = fleet.now, {0, 1}
+    since = fleet.now
+    fleet.cut = {0, 1}
     fleet.run(20)
 
     assert fleet.longest_gap(since) <= INTERVAL_S
@@ -94,8 +96,10 @@ def test_an_engine_that_few_routers_know_is_watched_by_some_of_these(count):
     since = fleet.now
     fleet.run(30)
     looks = sum(at >= since for at in fleet.at[last])
-    gap, rate = fleet.longest_gap(since), max(fleet.rates(since))
-    fleet.gone, lost = {last}, fleet.now
+    gap = fleet.longest_gap(since)
+    rate = max(fleet.rates(since))
+    fleet.gone = {last}
+    lost = fleet.now
     fleet.run(16)
 
     assert gap <= INTERVAL_S

@@ -13,7 +13,8 @@ from pdrelay_proxy.features.peers.core.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.settings import Settings
 from support.introduced import introduced
 
-SECRET, NAMES = b"of this fleet", ("a", "b")
+SECRET = b"of this fleet"
+NAMES = ("a", "b")
 WALL = 1000.0
 
 
@@ -82,7 +83,9 @@ def test_requests_count_by_key_and_all_together():
 @given(st.integers(0, 10_000), st.integers(2, 5), st.floats(0, 0.6))
 def test_in_the_long_run_the_fleet_keeps_the_limit(seed, count, loss):
     """Whatever datagrams are lost: over it by what all let in within the seconds in which they know nothing."""
-    dice, quota, cost = random.Random(seed), 600, 100
+    dice = random.Random(seed)
+    quota = 600
+    cost = 100
     routers = fleet(count, max_key_tokens_per_minute=quota)
     tokens = 0
     for second in range(240):

@@ -55,7 +55,8 @@ async def pushed_prefill(leg):
 
 def of_stream(body):
     """Return the texts by index, and what the last event says."""
-    texts, last = {}, None
+    texts = {}
+    last = None
     lines = body.decode().splitlines()
     assert lines[-2:] == ["data: [DONE]", ""]
     for line in lines:
@@ -357,7 +358,8 @@ async def test_a_rate_counts_prompts():
 async def test_long_fields_are_shared_by_all_legs(prefill):
     """They are no copies: 64 parts of two legs each would hold them 128 times."""
     long = "u" * 100_000
-    seen, engines = [], Scripted(prefill, decode)
+    seen = []
+    engines = Scripted(prefill, decode)
     send = engines.send
 
     def noting(*args, body, **more):

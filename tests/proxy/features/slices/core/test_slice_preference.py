@@ -147,7 +147,8 @@ def test_uneven_slices_get_no_engine_more_than_the_bound_where_one_is_preferred(
 def test_uneven_slices_get_no_engine_more_than_the_bound_where_one_is_required(sizes):
     """What no slice can take as pairs is served by decode engines alone, as during a rollout."""
     world = World(REQUIRE).fill(**{f"s{n}": size for n, size in enumerate(sizes)})
-    shares, found = shares_in(world), world.registry
+    shares = shares_in(world)
+    found = world.registry
     if shares is None:
         return
     grouping = group_engines(*(found.known(role) for role in Role), found.facts)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import httpx
@@ -197,7 +198,7 @@ async def test_the_operators_key_is_enough_where_clients_need_one(key_files):
     settings = replace(OPEN, api_keys_file=str(key_files / "keys"))
     paths = {one.path for one in build(settings).app.routes if OPERATORS in getattr(one, "tags", ())}
     async with router(sims(), settings) as client:
-        answers = {path: await client.patch(path.format(name="x"), headers=KEY) for path in paths}
+        answers = {path: await client.patch(re.sub("{.*}", "x", path), headers=KEY) for path in paths}
 
     assert {"/instances", "/instances/drain"} < paths
     assert [path for path in paths if answers[path].json() != {"detail": "Method Not Allowed"}] == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pdrelay_tools.local.recipe import (
     argv,
     engine,
     environment,
+    shell_line,
     transfer_config,
     with_plugins,
     with_secret,
@@ -104,6 +106,7 @@ def test_an_engine_tells_of_its_cache_over_sockets_of_its_own():
     }
     assert environment(telling, {})["VLLM_PLUGINS"] == "pdrelay,pdrelay_kv_events"
     assert environment(telling, {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,pdrelay,pdrelay_kv_events"
+    assert shell_line(telling).startswith("VLLM_PLUGINS=pdrelay,pdrelay_kv_events vllm serve ")
 
 
 def test_other_engines_load_the_plugins_that_they_would():
@@ -186,6 +189,16 @@ def test_a_block_size_that_cpu_attention_cannot_serve_is_refused(block_size):
     """vLLM would say so half a minute later, in the middle of a traceback."""
     with pytest.raises(ValueError, match=f"block_size {block_size}: a CPU engine needs a multiple of 32"):
         spec(block_size=block_size)
+
+
+def test_the_line_to_type_has_the_same_options():
+    """Documentation shows it; what it shows must be what runs."""
+    one = spec(connector=Connector.NIXL, side_channel_port=5600)
+
+    line = shell_line(one)
+
+    assert line.startswith("VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve /models/tiny --served-model-name tiny ")
+    assert shlex.split(line)[4:] == argv(one)[6:]
 
 
 def test_an_engine_can_run_on_another_host_of_this_machine():

@@ -1,6 +1,7 @@
 """The arguments and the environment of a vLLM engine on a CPU."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -129,6 +130,17 @@ def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
         {point.name for group in PLUGIN_GROUPS for point in entry_points(group=f"vllm.{group}")}
     )
     return {**inherited, "VLLM_PLUGINS": ",".join(names)} if names else dict(inherited)
+
+
+def shell_line(spec: EngineSpec) -> str:
+    """Return the shell command that starts such an engine with any build of vLLM."""
+    side = (
+        [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
+    )
+    plugins = [f"VLLM_PLUGINS={','.join(named)}"] if (named := _plugins_of(spec)) else []
+    return " ".join(
+        [*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])]
+    )
 
 
 def _plugins_of(spec: EngineSpec) -> list[str]:

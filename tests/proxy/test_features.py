@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,6 +157,16 @@ def remove(copy, name):
     change_list(copy, f'    "{name}",\n', "")
 
 
+@cache
+def text_of(file):
+    """Return a test's text, with that of the support modules that import features when they are imported."""
+    text = file.read_text()
+    used = [text_of(TESTS.parent / f"support/{name}.py") for name in re.findall(r"^from support\.(\w+)", text, re.M)]
+    return "\n".join(
+        (text, *(more for more in used if re.search(r"^from pdrelay_proxy\.features\.(?!feature import)", more, re.M)))
+    )
+
+
 def names(file, name):
     """Tell whether a test is about a feature, too: it is among its tests, or names it, its command or a setting."""
     if TESTS / "features" / name in file.parents:
@@ -163,7 +174,7 @@ def names(file, name):
     place = f"pdrelay_proxy.features.{name}.settings"
     settings = fields(import_module(place).SETTINGS) if find_spec(place) else ()
     words = [rf"features\.{name}", f'"{name}"', *WHOLE, *[setting.name for setting in settings]]
-    return re.search("|".join(words), file.read_text()) is not None
+    return re.search("|".join(words), text_of(file)) is not None
 
 
 def about(file, features):

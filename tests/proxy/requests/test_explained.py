@@ -109,7 +109,8 @@ def test_a_request_without_a_model_is_explained_as_it_is_served(api):
     explain = explainer_of(router).explain
     assert (explain(asked(api)).rule == "single: unknown_model") == (api not in TELLS_MODEL)
     if api is Api.COMPLETIONS:
-        assert explain(asked(api, prompt=["x", "y"])).rule == "single: unknown_model"
+        # the second where no feature divides arrays: then it is no matter of models
+        assert explain(asked(api, prompt=["x", "y"])).rule in ("single: unknown_model", "single: several_prompts")
 
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))

@@ -164,19 +164,6 @@ async def test_before_any_engine_says_what_it_serves_the_first_one_of_a_request_
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_before_any_engine_says_what_it_serves_one_engine_gets_all_prompts_of_a_request(streams):
-    """Each part would learn its own model, and one answer could be of two."""
-    engines = Scripted(pulled_prefill, answers)
-    router = router_of(engines, 2, 2, asks_for_models=True)
-    client = await router.serve(asks(*ASKED["several prompts"], stream=streams))
-    (leg,) = engines.legs
-
-    assert client.status == 200
-    assert client.record.single_reason is SingleEngineReason.UNKNOWN_MODEL
-    assert json.loads(leg.body)["prompt"] == ["x", "y", "z"]
-
-
-@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("api", [Api.GENERATE, Api.MESSAGES])
 async def test_an_answer_that_names_no_model_cannot_tell_it(api, streams):
     """One engine serves such a request, while it is not known what engines serve."""

@@ -7,7 +7,7 @@ import pytest
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.model import EngineResponse, Role
+from pdrelay_proxy.core.model import EngineResponse, Role, SingleEngineReason
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import Settings
 from support.scripted import (
@@ -15,6 +15,7 @@ from support.scripted import (
     JSON,
     Scripted,
     call,
+    good_decode,
     never,
     prefilled,
     pulled_prefill,
@@ -503,3 +504,20 @@ async def test_the_time_to_the_first_token_is_known_although_a_comment_has_begun
 
     assert client.body.startswith(b":")
     assert client.request.record.ttft_s == 15.0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_before_any_engine_says_what_it_serves_one_engine_gets_all_prompts(streams):
+    """Each part would learn its own model, and one answer could be of two."""
+
+    async def answers(leg):
+        return await good_decode(leg) if streams else answer(leg)
+
+    engines = Scripted(pulled_prefill, answers)
+    router = router_of(engines, 2, 2, asks_for_models=True)
+    client = await router.serve(call(prompt=PROMPTS, stream=streams))
+    (leg,) = engines.legs
+
+    assert client.status == 200
+    assert client.record.single_reason is SingleEngineReason.UNKNOWN_MODEL
+    assert asked(leg)["prompt"] == PROMPTS

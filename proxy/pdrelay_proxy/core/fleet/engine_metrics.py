@@ -33,7 +33,7 @@ _RECEIVED: Final = re.compile(rb'(?:^|,)source="(?:external_kv_transfer|local_ca
 _LABELLED: Final = re.compile(
     rb"[a-z_:]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9.eE+]{1,32})"
 )
-_TRUE: Final = (b"1", b"1.0")
+TRUE: Final = (b"1", b"1.0")  # the values of an info metric
 _MOST_LINES: Final = 4096  # of one metric
 # Of vllm/v1/metrics/loggers.py.
 _RUNNING: Final = b"vllm:num_requests_running"
@@ -68,14 +68,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
     """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
     leases, usage = (_kept_values(text, name, rank) for name in (_LEASES, _USAGE))
     started = _STARTED.search(text)
-    ours = next(
-        (
-            line["labels"]
-            for line in metric_lines(text, _INFO)
-            if line["value"] in _TRUE and _is_of(line, rank)
-        ),
-        b"",
-    )
+    ours = next(_true_labels(text, _INFO, rank), b"")
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     connectors = [
         name for name, line in _CONNECTORS.items() if text.startswith(line) or b"\n" + line in text
@@ -94,12 +87,8 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
     """Read the engine ids of the prefill engines that a decode engine cannot load from."""
-    lines = [
-        line["labels"]
-        for line in metric_lines(text, _REFUSED)
-        if line["value"] in _TRUE and _is_of(line, rank)
-    ]
-    return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
+    refused = _true_labels(text, _REFUSED, rank)
+    return frozenset(peer[1].decode() for labels in refused if (peer := _PEER.search(labels)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +141,22 @@ def metric_values(text: bytes, name: bytes) -> list[float]:
 
 def _kept_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
     """Read what shows that something is kept; a number that is none does so, too."""
-    values = list[float]()
-    for line in metric_lines(text, name, _KEPT):
-        if _is_of(line, rank):
-            try:
-                values.append(float(line["value"]))
-            except ValueError:
-                values.append(1.0)
-    return values
+    lines = metric_lines(text, name, _KEPT)
+    return [_number(line, otherwise=1.0) for line in lines if _is_of(line, rank)]
+
+
+def _true_labels(text: bytes, name: bytes, rank: int | None) -> Iterator[bytes]:
+    """Find the labels of the lines of a metric that are 1."""
+    for line in metric_lines(text, name):
+        if line["value"] in TRUE and _is_of(line, rank):
+            yield line["labels"]
+
+
+def _number(line: re.Match[bytes], *, otherwise: float) -> float:
+    try:
+        return float(line["value"])
+    except ValueError:
+        return otherwise
 
 
 def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
@@ -170,11 +167,9 @@ def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
 
 def received(exposition: bytes, rank: int | None = None) -> float | None:
     """Read how many prompt tokens an engine, or one of its ranks, did not compute."""
-    values = list[float]()
-    for line in metric_lines(exposition, _SOURCES):
-        if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):
-            try:
-                values.append(float(line["value"]))
-            except ValueError:
-                values.append(0.0)
+    values = [
+        _number(line, otherwise=0.0)
+        for line in metric_lines(exposition, _SOURCES)
+        if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank)
+    ]
     return sum(values) if values else None

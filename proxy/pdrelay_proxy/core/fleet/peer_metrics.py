@@ -8,7 +8,7 @@ from enum import auto
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.fleet.engine_metrics import metric_lines
+from pdrelay_proxy.core.fleet.engine_metrics import TRUE, metric_lines
 from pdrelay_proxy.core.fleet.pair_history import PairTrouble
 
 _LOADS: Final = b"vllm:pdrelay_peer_loads_total"
@@ -24,7 +24,6 @@ _FAILURE_LABEL: Final = re.compile(
     rb'(?:^|,)(engine|peer|outcome|reason)="((?:(?<=reason=")[ '
     rb'!#-\[\]-~]{1,400})|(?:[0-9A-Za-z_.:-]{1,160}))"(?=,|$)'
 )
-_TRUE: Final = (b"1", b"1.0")
 _MOST: Final = 512  # lines of one engine; the connector shows 64 peers of each rank
 _BYTES: Final = b"vllm:pdrelay_peer_bytes_total"
 _SECONDS: Final = b"vllm:pdrelay_peer_transfer_seconds_total"
@@ -96,7 +95,7 @@ def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrou
     """
     troubles = dict[str, PairTrouble]()
     for line in metric_lines(text, _FAILURE, most=_MOST):
-        if line["value"] not in _TRUE:
+        if line["value"] not in TRUE:
             continue
         labels = _own_labels(line, _FAILURE_LABEL, rank)
         peer = labels.get(b"peer")

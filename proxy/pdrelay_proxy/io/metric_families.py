@@ -10,6 +10,7 @@ from typing import Final, TypeAlias, TypeVar, cast
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from pdrelay_proxy.core.counters import Counters, Histogram, Histograms, Key
+from pdrelay_proxy.core.steps import portions
 
 T = TypeVar("T")
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -113,5 +114,4 @@ def gauge_families(
 
 def parts_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Cut into parts; of an empty sequence one, so that its family has a heading."""
-    for start in range(0, max(1, len(items)), size):
-        yield items[start : start + size]
+    return portions(items, size) if items else iter((items,))

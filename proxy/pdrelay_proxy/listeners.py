@@ -21,6 +21,7 @@ from pdrelay_proxy.app import Router
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
+from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
 # seconds in which a client must read some of its response; then its connection is reset
@@ -36,8 +37,6 @@ def main_protocol(
     router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for connections of the main port."""
-    admission = router.live.gate.admission
-    telemetry = router.telemetry
     bounds = Bounds(
         settings.receive_timeout_s,
         settings.receive_timeout_s,
@@ -45,9 +44,18 @@ def main_protocol(
         settings.max_connections_per_address,
         settings.overload_status,
     )
+    return _bounded(router, bounds, write_timeout_s, router.requests)
+
+
+def _bounded(
+    router: Router, bounds: Bounds, write_timeout_s: float, requests: RequestSet | None = None
+) -> type[asyncio.Protocol]:
+    """Return the protocol class of a port; ``requests``: of endpoints, if it has them."""
+    admission = router.live.gate.admission
+    telemetry = router.telemetry
     clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
     unread_answers = UnreadAnswers(write_timeout_s, telemetry.stalled_client)
-    return connection_class(clients, unread_answers, router.requests)
+    return connection_class(clients, unread_answers, requests)
 
 
 def main_config(
@@ -101,17 +109,13 @@ class AdminListener:
 
     def __init__(self, router: Router, settings: Settings) -> None:
         """Bind; raises ConfigError: it cannot listen there."""
-        admission = router.live.gate.admission
-        telemetry = router.telemetry
         bounds = Bounds(
             settings.receive_timeout_s,
             settings.receive_timeout_s,
             min(_ADMIN_CONNECTIONS, _wanted(settings)),
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
-        clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
-        unread_answers = UnreadAnswers(WRITE_TIMEOUT_S, telemetry.stalled_client)
-        protocol = connection_class(clients, unread_answers)
+        protocol = _bounded(router, bounds, WRITE_TIMEOUT_S)
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls

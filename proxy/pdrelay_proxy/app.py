@@ -26,6 +26,7 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
+from pdrelay_proxy.core.routing.routing_parts import first_added
 from pdrelay_proxy.features import features, has_other_routers, pairs_within, shared_store
 from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
@@ -84,7 +85,7 @@ def build(
         make_feature(ground)
         for make_feature in (features() if make_features is None else make_features)
     ]
-    spans = _first(feature.spans() for feature in added)
+    spans = first_added(feature.spans() for feature in added)
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
     serving = build_requests(
         settings,
@@ -93,8 +94,8 @@ def build(
         clock,
         ended=_given(feature.hears_ended() for feature in added),
         spans=spans,
-        claims=_first(feature.claims() for feature in added),
-        openings=_first(feature.openings() for feature in added) or StreamOpenings(),
+        claims=first_added(feature.claims() for feature in added),
+        openings=first_added(feature.openings() for feature in added) or StreamOpenings(),
         watchers=_given(feature.watcher() for feature in added),
     )
     feeds = _given(feature.feed() for feature in added)
@@ -107,7 +108,7 @@ def build(
         serving,
         discovery,
         [part.status for part in parts],
-        other_probes=_first(part.other_probes for part in parts),
+        other_probes=first_added(part.other_probes for part in parts),
         metrics_listeners=[listener for part in parts for listener in part.metrics_listeners],
         clock=clock,
     )
@@ -189,10 +190,6 @@ def build(
 
 def _given(parts: Iterable[T | None]) -> list[T]:
     return [part for part in parts if part is not None]
-
-
-def _first(parts: Iterable[T | None]) -> T | None:
-    return next((part for part in parts if part is not None), None)
 
 
 def _lifespan(

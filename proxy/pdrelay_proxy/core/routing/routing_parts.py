@@ -49,15 +49,16 @@ class RoutingParts:
 def merged(parts: Sequence[RoutingParts]) -> RoutingParts:
     """Return what several features add together."""
     return RoutingParts(
-        reports=_first(part.reports for part in parts),
-        id_reader=_first(part.id_reader for part in parts),
+        reports=first_added(part.reports for part in parts),
+        id_reader=first_added(part.id_reader for part in parts),
         listeners=[listener for part in parts for listener in part.listeners],
         policies=[name for part in parts for name in part.policies],
-        weigh=lambda policy_parts: _first(part.weigh(policy_parts) for part in parts),
-        preference=_first(part.preference for part in parts),
-        pair_history=_first(part.pair_history for part in parts),
+        weigh=lambda policy_parts: first_added(part.weigh(policy_parts) for part in parts),
+        preference=first_added(part.preference for part in parts),
+        pair_history=first_added(part.pair_history for part in parts),
     )
 
 
-def _first(parts: Iterable[_T | None]) -> _T | None:
+def first_added(parts: Iterable[_T | None]) -> _T | None:
+    """Return what the first feature adds that adds something, where only one can."""
     return next((part for part in parts if part is not None), None)

@@ -2,13 +2,12 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
-from pdrelay_tools.local import guard
 from pdrelay_tools.local.errors import LocalError
 from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 
@@ -107,17 +106,23 @@ def test_a_child_ends_with_the_wait_for_it(tmp_path):
 
 def test_what_a_child_has_started_ends_with_it(tmp_path):
     """pip asks programs for passwords (keyring), which wait for somebody to type."""
-    number = tmp_path / "number"
-    code = f"""
-import os, subprocess
-waiting = subprocess.Popen(['sleep', '60'])
-open({str(number)!r}, 'w').write(str(os.getpgid(waiting.pid)))
-waiting.wait()
-"""
-    with pytest.raises(LocalError):
-        run(tmp_path, code, ChildLimits(silence_s=2, most_s=60, most_bytes=1000))
+    connections = []
 
-    deadline = time.monotonic() + 20
-    while guard.runs(int(number.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    def press_ctrl_c(_size, _seconds):
+        connections.append(server.accept()[0])
+        assert connections[0].recv(100) == b"waits\n"
+        raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        code = f"""
+import socket, subprocess
+connection = socket.create_connection({server.getsockname()!r})
+subprocess.run(['sh', '-c', 'echo waits; exec sleep 60'], stdout=connection)
+"""
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, code, report=press_ctrl_c)
+
+    with connections[0] as connection:
+        connection.settimeout(20)
+        assert connection.recv(1) == b"", "all that had it open have ended"

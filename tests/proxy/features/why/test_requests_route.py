@@ -12,6 +12,7 @@ from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims, until_async
+from support.simulated_loop import in_simulated_time
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -157,7 +158,7 @@ async def test_a_name_may_have_any_letters_that_a_header_may(name):
     assert (status, [request["client_id"] for request in found["requests"]]) == (200, [name])
 
 
-async def test_requests_of_one_name_are_asked_for_together():
+def test_requests_of_one_name_are_asked_for_together():
     """A client that tries again names both alike. An engine that hangs may take all the time that a command waits."""
     engines = sims()
     sim = engines["p0"]
@@ -168,10 +169,14 @@ async def test_requests_of_one_name_are_asked_for_together():
             await both.wait()
         return await httpx.ASGITransport(sim).handle_async_request(request)
 
-    async with router(engines | {"p0": slow}, replace(OPEN, health_check_timeout_s=1.0)) as client:
-        for _ in range(2):
-            await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "chat-17"})
-        status, found = await ask(client, "chat-17")
+    async def scene():
+        known = replace(OPEN, health_check_timeout_s=1.0)
+        async with router(engines | {"p0": slow}, known, clock=asyncio.get_running_loop().time) as client:
+            for _ in range(2):
+                await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "chat-17"})
+            return await ask(client, "chat-17")
+
+    _, (status, found) = in_simulated_time(scene())
 
     assert (status, len(found["requests"])) == (200, 2)
     assert [request["notes"][0].partition(", ")[0] for request in found["requests"]] == [

@@ -63,11 +63,6 @@ class Cast:
     faults: list[Exception] = field(default_factory=list)
     open: set[asyncio.StreamWriter] = field(default_factory=set)
 
-    def idle_at(self, role: str) -> int:
-        """Return the file descriptor of the one connection to the one engine of a role."""
-        (writer,) = self._open_at(role)
-        return writer.get_extra_info("socket").fileno()
-
     def connections(self, role: str) -> int:
         """How many connections engines of a role have."""
         return len(self._open_at(role))

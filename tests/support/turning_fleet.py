@@ -163,9 +163,6 @@ class TurningFleet(Turns):
         able = self.able(role, but=but)
         return able[self.next() % len(able)] if able else None
 
-    def place_of(self, engine):
-        return next((place for place in self.places if place.engine is engine), None)
-
     # ---- the router: the life of a stream
 
     def begin(self, prompt, most, mode):

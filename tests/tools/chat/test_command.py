@@ -273,14 +273,6 @@ class InterruptedEngine(ServingEngine):
             super().do_GET()
 
 
-@pytest.fixture
-def ctrl_c():
-    """Who runs the tests may ignore it: `nohup pytest &`."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_bytes_are_counted_ends_no_conversation(chat):
     """The answer is there, and the next question may be typed already."""

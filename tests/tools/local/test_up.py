@@ -20,9 +20,10 @@ from pdrelay_tools.local.plan import EngineKind, LocalPlan
 from pdrelay_tools.local.screen import Screen
 from pdrelay_tools.local.up import _explain, _show
 from support.cluster import free_ports
+from support.signals import handling
 from support.small_disk import HOW, WORDS, small_disk
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("ctrl_c")]
 
 
 def ports():
@@ -62,14 +63,6 @@ def refused(tmp_path, monkeypatch, capsys):
         return code, capsys.readouterr().err
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c():
-    """A shell's background job ignores Ctrl-C, and so does all that it starts: `nohup pytest &` among them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def read_until(process, text):
@@ -159,17 +152,14 @@ def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
 @pytest.mark.slow  # `up` starts engines and a router
 def test_one_of_nohup_outlives_its_terminal(tmp_path):
     """`nohup pdrelay up &` over ssh: the engines are there at the next login."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that
-    try:
-        with up(tmp_path, "--engine", "sim") as process:
-            out = read_until(process, "Ctrl-C stops everything")
-            process.send_signal(signal.SIGHUP)
-            (router,) = re.findall(r"router +(http://\S+)", out)
-            alive = [httpx.get(f"{router}/health", timeout=20).status_code for _ in range(20)]
-            process.send_signal(signal.SIGTERM)
-            process.communicate()
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # a child inherits that
+    with handling({signal.SIGHUP: signal.SIG_IGN}), up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        process.send_signal(signal.SIGHUP)
+        (router,) = re.findall(r"router +(http://\S+)", out)
+        alive = [httpx.get(f"{router}/health", timeout=20).status_code for _ in range(20)]
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
 
     assert set(alive) == {200}
     assert process.returncode == 0

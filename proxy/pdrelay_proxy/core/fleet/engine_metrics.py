@@ -142,13 +142,13 @@ def metric_values(text: bytes, name: bytes) -> list[float]:
 def _kept_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
     """Read what shows that something is kept; a number that is none does so, too."""
     lines = metric_lines(text, name, _KEPT)
-    return [_number(line, otherwise=1.0) for line in lines if _is_of(line, rank)]
+    return [_number(line, otherwise=1.0) for line in lines if is_of_rank(line, rank)]
 
 
 def _true_labels(text: bytes, name: bytes, rank: int | None) -> Iterator[bytes]:
     """Find the labels of the lines of a metric that are 1."""
     for line in metric_lines(text, name):
-        if line["value"] in TRUE and _is_of(line, rank):
+        if line["value"] in TRUE and is_of_rank(line, rank):
             yield line["labels"]
 
 
@@ -159,7 +159,7 @@ def _number(line: re.Match[bytes], *, otherwise: float) -> float:
         return otherwise
 
 
-def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
+def is_of_rank(line: re.Match[bytes], rank: int | None) -> bool:
     """Tell whether a line is one of a data-parallel rank's, or of no certain rank; None: of any."""
     engine = _RANK.search(line["labels"] or b"")
     return rank is None or engine is None or int(engine[1]) == rank
@@ -170,6 +170,6 @@ def received(exposition: bytes, rank: int | None = None) -> float | None:
     values = [
         _number(line, otherwise=0.0)
         for line in metric_lines(exposition, _SOURCES)
-        if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank)
+        if _RECEIVED.search(line["labels"]) is not None and is_of_rank(line, rank)
     ]
     return sum(values) if values else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Final
 
-from pdrelay_proxy.core.fleet.engine_metrics import metric_lines
+from pdrelay_proxy.core.fleet.engine_metrics import is_of_rank, metric_lines
 from pdrelay_proxy.core.model import InstanceId, Role
 
 # The names are those of vllm/v1/metrics/loggers.py.
@@ -21,7 +21,6 @@ _ITL_COUNT: Final = b"vllm:inter_token_latency_seconds_count"
 _SOURCES: Final = b"vllm:prompt_tokens_by_source_total"
 _COMPUTED: Final = b'source="local_compute"'
 _LINE: Final = re.compile(rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[^\n]*)")
-_ENGINE: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 _MOST_REQUESTS: Final = 1e9
 # tokens, steps or seconds since the start of an engine: no engine reaches it in years
 _MOST: Final = 1e15
@@ -105,9 +104,7 @@ def _values(
     """Return the values of a metric, of lines with ``label`` if given. Raises _AbsurdNumber."""
     values = list[float]()
     for found in metric_lines(text, name, _LINE):
-        labels = found["labels"] or b""
-        engine = _ENGINE.search(labels)
-        if label in labels and (rank is None or engine is None or int(engine[1]) == rank):
+        if label in (found["labels"] or b"") and is_of_rank(found, rank):
             values.append(_sound(found["value"], most))
     return values
 

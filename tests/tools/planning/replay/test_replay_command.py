@@ -59,6 +59,16 @@ def test_a_picture(replayed, tmp_path):
     assert "time to first token" in texts
 
 
+def test_a_picture_stays_if_nothing_is_replayed(replayed, tmp_path):
+    """That it can be written is checked first, which must not empty the one of an earlier replay."""
+    picture = tmp_path / "found.svg"
+    picture.write_text("<svg/>")
+    code, _, err = replayed("/absent", "--plot", str(picture))
+
+    assert (code, err) == (2, "pdrelay replay: /absent cannot be read: No such file or directory\n")
+    assert picture.read_text() == "<svg/>"
+
+
 def test_a_file_and_an_engine(replayed, tmp_path):
     """An engine's file overrides what it names."""
     (tmp_path / "lengths.csv").write_text("prompt_tokens,output_tokens\n100,1\n")

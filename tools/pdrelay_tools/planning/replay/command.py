@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each policy; return the exit code: 0, or 2 if there is nothing to replay."""
     try:
         if args.plot is not None:
-            _write(args.plot, "")  # a replay may take minutes
+            _write(args.plot, "", "a")  # may fail now: a replay may take minutes
         trace = _trace(args)
         decode_model = None if args.decode_engine is None else read_engine_model(args.decode_engine)
         odd_model = None if args.odd_engine is None else read_engine_model(args.odd_engine)
@@ -238,9 +238,10 @@ def _trace(args: argparse.Namespace) -> Trace:
     )
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as exc:
         raise NoReplay(f"{path} cannot be written: {exc.strerror}") from exc
 

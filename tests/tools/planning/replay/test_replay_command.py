@@ -93,8 +93,8 @@ def test_a_file_and_an_engine(replayed, tmp_path):
         (("--sessions", "1", "--policy", "best"), "there is no policy 'best': name one"),
         (("--sessions", "1", "--plot", "/absent/x.svg"), "/absent/x.svg cannot be written"),
         (("/absent", "--plot", "/absent/x.svg"), "/absent/x.svg cannot be written"),  # before anything is simulated
-        (("--sessions", "0"), "'0' is not a whole number: write one from 1 to 1,000,000"),
-        (("--sessions", "1", "--prefill", "1001"), "'1001' is not a whole number: write one from 1 to 1,000"),
+        (("--sessions", "0"), "'0' is not a count: write one from 1 to 1,000,000"),
+        (("--sessions", "1", "--prefill", "1001"), "'1001' is not a number of engines: write one from 1 to 1,000"),
         (("--sessions", "1", "--rate", "nan"), "'nan' is not a number above 0"),
     ],
 )

@@ -28,8 +28,8 @@ _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
 _MOST_MEAN: Final = 1_000_000  # tokens
 _DEFAULT_POLICIES: Final = ("round_robin", "prefix")
-_COUNT: Final = whole_number("a whole number", 1, _MOST_TURNS)
-_ENGINES: Final = whole_number("a whole number", 1, _MOST_ENGINES)
+_COUNT: Final = whole_number("a count", 1, _MOST_TURNS)
+_ENGINES: Final = whole_number("a number of engines", 1, _MOST_ENGINES)
 _HEAD: Final = (
     *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
     *("hits P", "D", "of best", "computed/new", "good", "uneven P", "D"),

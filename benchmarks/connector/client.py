@@ -117,10 +117,11 @@ class Client:
         headers = {"X-Request-Id": name}
         with self._http.stream("POST", url, json=body, headers=headers) as reply:
             reply.raise_for_status()
-            first, now = b"", 0.0
+            first = b""
+            now = 0.0
             for piece in reply.iter_bytes():
                 if b"\n" not in first:
-                    first = first + piece
+                    first += piece
                     now = time.monotonic()
         if b'"text":' not in first.partition(b"\n")[0]:
             raise RuntimeError(f"D answers {name} with {first.decode()}")

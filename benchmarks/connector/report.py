@@ -46,7 +46,8 @@ request (`benchmarks/connector/stamped.py`).""")
 
 def _decode_leg(seen):
     found = seen["decode_leg"]
-    (ours, theirs) = (PULL.name, NIXL_PULL.name)
+    ours = PULL.name
+    theirs = NIXL_PULL.name
     if not {ours, theirs} <= found.keys():
         return ""
     rows = []

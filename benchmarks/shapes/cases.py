@@ -38,7 +38,7 @@ class Side(NamedTuple):
         step = 1
         for axis in reversed(self.layout):
             strides[axis] = step
-            step = step * sizes[axis]
+            step *= sizes[axis]
         regions = tuple(
             Region(
                 base=base + rank * step + layer * strides["L"],

@@ -73,12 +73,11 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
 
 
 def _sentence(figures: Latencies) -> str:
-    parts = [
-        f"{figures.requests} requests, {_AT_ONCE} at a time, {figures.tokens_per_second:.0f} "
-        f"tokens/s"
-    ]
-    parts += [f"TTFT {in_ms(figures.ttft)} ms", f"ITL {in_ms(figures.itl)} ms"]
-    return f"{figures.label}: {'; '.join(parts)} (p50 / p90 / p99)"
+    return (
+        f"{figures.label}: {figures.requests} requests, {_AT_ONCE} at a time, "
+        f"{figures.tokens_per_second:.0f} tokens/s; TTFT {in_ms(figures.ttft)} ms; "
+        f"ITL {in_ms(figures.itl)} ms (p50 / p90 / p99)"
+    )
 
 
 CHECKS = (

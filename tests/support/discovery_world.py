@@ -81,6 +81,16 @@ async def turn_now(world, name, to, **more):
     world.registry.settle(patience_s=60, now=world.now)
 
 
+async def cut_off(world, taking_in):
+    """Cancel the task that takes in engines when the first of them are there, and wait for its end."""
+    task = asyncio.create_task(taking_in)
+    while not world.registry.members():
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
 class CommonStore:
     """A store of two routers: what is put is in the views of both when it is acknowledged, which takes a while."""
 

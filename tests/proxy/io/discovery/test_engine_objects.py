@@ -1,6 +1,5 @@
 """Objects of a source become engines; two may claim one address, and one may be no engine."""
 
-import asyncio
 import logging
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from support.discovery_world import A, B, World
+from support.discovery_world import A, B, World, cut_off
 
 
 def test_nonsense_is_left_out_and_said_once(caplog):
@@ -55,13 +54,8 @@ async def test_a_view_of_pods_whose_task_is_cancelled_is_taken_in_as_a_whole():
     """Their pool selects others: until those are listed, which an API that is away does not do, these stay."""
     world = World()
     pods = {f"uid-{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"uid-{n}") for n in range(300)}
-    task = asyncio.create_task(world.pods.receive(pods))
-    while not world.registry.members():
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
+    await cut_off(world, world.pods.receive(pods))
 
-    assert task.cancelled()
     assert len(world.registry.members()) == 300
 
 

@@ -20,7 +20,7 @@ from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from support.discovery_world import DECODE, B, World, serving, stored
+from support.discovery_world import DECODE, B, World, cut_off, serving, stored
 
 PLACES = st.sampled_from(["a:1", "b:1", "c:1"])
 TEXTS = st.one_of(
@@ -111,13 +111,8 @@ async def test_a_view_that_comes_while_another_is_taken_in_waits_and_the_latest_
 async def test_a_view_whose_task_is_cancelled_is_taken_in_as_a_whole():
     """Its store tells it once: what was left would come with the next restart."""
     world = World()
-    task = asyncio.create_task(world.entries.receive(stored(range(300))))
-    while not world.registry.members():
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
+    await cut_off(world, world.entries.receive(stored(range(300))))
 
-    assert task.cancelled()
     assert len(world.registry.members()) == 300
 
 

@@ -15,7 +15,7 @@ from pdrelay_proxy.cli import main
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, LogEntry, SimulatedFault
 from support.cluster import free_ports
-from support.sim import cluster
+from support.sim import cluster, until
 
 pytestmark = pytest.mark.processes
 
@@ -183,8 +183,7 @@ def test_a_run_that_is_ended_does_not_wait_for_work_that_it_gave_an_engine(fleet
     program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--only", "busy-left", "--timeout", "50"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"]]
     with subprocess.Popen([*program, *urls], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while len(fleet.d.log) < 5 and run.poll() is None:
-            time.sleep(0.05)
+        until(lambda: len(fleet.d.log) >= 5 or run.poll() is not None)
         run.terminate()
         _, stderr = run.communicate(timeout=30)
 

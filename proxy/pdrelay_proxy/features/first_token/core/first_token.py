@@ -28,6 +28,7 @@ from pdrelay_proxy.core.protocol.continuation import (
     with_model_of,
 )
 from pdrelay_proxy.core.protocol.replay import behind
+from pdrelay_proxy.core.protocol.request_bodies import with_ids
 from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.raw_json import (
     FALSE,
@@ -202,27 +203,20 @@ class FirstToken(Opening):
         if behind is None:
             raise RuntimeError("there is no second token")  # such a request is not split
         if self.api is _COMPLETIONS:
-            return (
-                fields
-                | behind
-                | {"prompt": msgspec.Raw(self._tokens()), "kv_transfer_params": params}
-            )
-        params_with_ids = (
-            bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + self._tokens() + b"}"
-        )
-        return fields | behind | {"kv_transfer_params": msgspec.Raw(params_with_ids)}
+            return fields | behind | {"prompt": self._tokens(), "kv_transfer_params": params}
+        return fields | behind | {"kv_transfer_params": with_ids(params, self._tokens())}
 
     def alone_fields(self) -> Fields:
         """Return what a decode engine is asked that computes the prompt itself."""
         return (
             with_model_of(self.head, self.fields)
             | (limits_behind(self.api, self.fields, 1) or {})
-            | prompt_of(self.api, msgspec.Raw(self._tokens()))
+            | prompt_of(self.api, self._tokens())
         )
 
-    def _tokens(self) -> bytes:
+    def _tokens(self) -> msgspec.Raw:
         """Return the prompt and the token; they may be many, and are not read."""
-        return bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token
+        return msgspec.Raw(bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token)
 
     def continuation(self, *, can_resume: bool) -> Continuation:
         """Return what joins the decode engine's stream to it."""

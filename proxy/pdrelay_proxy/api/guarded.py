@@ -205,7 +205,7 @@ class GuardedProtocol(asyncio.Protocol):
                 self.loop.call_soon(self._read_pending)
                 return
             elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:
-                # as in _is_next
+                # as in _is_next: an answer that is not all written has paused writing
                 begun += 1
                 try:
                     data = self._read_head(data)

@@ -22,9 +22,7 @@ from pdrelay_proxy.api.operator_bodies import SMALL_BODY, JsonRequest, parsed, r
 from pdrelay_proxy.api.schemas import OperatorError
 from pdrelay_proxy.core.admission.admin_key import AdminKey, fingerprint
 from pdrelay_proxy.core.raw_json import NotJson
-from pdrelay_proxy.errors import (
-    BadRequest,
-)
+from pdrelay_proxy.errors import BadRequest
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 
 OPERATORS: Final = "operators"  # the tag of routes that need the operator's key in the document

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from math import inf
 
 from pdrelay_connector.core.counters import LOAD_OUTCOMES, Counters
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ids import BlockId, ConnId, RequestId
 from pdrelay_connector.core.layout.parts import cut, most_blocks, of_rank
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
@@ -40,6 +41,7 @@ from pdrelay_connector.core.pull.load import UNDER_WAY, Load, LoadEvent, LoadOrd
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.kept_slots import KeptSlots
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.timeline import TimelineStep
 from pdrelay_connector.core.transfer.remote_memory import RemoteEngines
@@ -83,6 +85,7 @@ class PullReader:
         self._transfers = Transfers[RequestId](
             transfer_agent, staging.copier if staging is not None else None, counters
         )
+        self._kept_slots = KeptSlots[RequestId](timeout)
         self._loads: dict[RequestId, Load] = {}
         self._results: list[LoadResult | BlocksReleased] = []
 
@@ -110,7 +113,7 @@ class PullReader:
         except ConnectorError as exc:
             self._abort(load, "loads_failed_staging", str(exc), now)
         else:
-            self._bound_queue(now)
+            self._kept_slots.wait(order.request, now=now)
             self._start_granted(self._staging.slots, now)
 
     def _start_granted(self, slots: Slots[RequestId], now: float) -> None:
@@ -124,15 +127,9 @@ class PullReader:
                 load = self._loads[request]
                 load.on(LoadEvent.SLOTS_GRANTED)
                 load.slots = its_slots
+                self._kept_slots.forget(request)
                 load.deadline = now + self._timeout
                 self._connect(load, now)
-
-    def _bound_queue(self, now: float) -> None:
-        """Bound the wait for slots while a failed load keeps some, which a hung peer never ends."""
-        is_kept = any(load.state is LoadState.ABORTING for load in self._loads.values())
-        for load in self._loads.values():
-            if load.state is LoadState.QUEUED:
-                load.deadline = min(load.deadline, now + self._timeout) if is_kept else inf
 
     def _connect(self, load: Load, now: float) -> None:
         """Begin if the peer is connected; else wait for the end of the handshake."""
@@ -184,11 +181,16 @@ class PullReader:
             # the timeout of another load may have ended it with their peer
             if load.state is not LoadState.OVER:
                 self._time_out(load, now)
+        for request in self._kept_slots.take_overdue(now=now):
+            reason = f"a failed load has kept its slots of host memory for {self._timeout:g} s"
+            self._abort(self._loads[request], "loads_failed_staging", reason, now)
         if self._staging is not None:
             # last: everything above may have freed slots
             self._start_granted(self._staging.slots, now)
         self._peers.forget_refused(self._remote_engines, now=now)
-        return min((self._due(load, now) for load in self._loads.values()), default=None)
+        return earliest(
+            self._kept_slots.next(), *(self._due(load, now) for load in self._loads.values())
+        )
 
     def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return what has ended since the last call, in order."""
@@ -311,7 +313,7 @@ class PullReader:
         is_active = self._transfers.is_active(step.owner)
         if load.state is LoadState.ABORTING:
             if not is_active:
-                self._release(load, now)
+                self._release(load)
         elif step.failure and step.is_copy:
             reason = f"it was not copied out of host memory: {step.failure}"
             self._abort(load, "loads_failed_staging", reason, now)
@@ -383,10 +385,6 @@ class PullReader:
             reason = f"{load.order.address} was not met: it does not answer, and did not before"
             self._fail(load, "loads_failed_handshake", reason, now)
             return
-        if load.state is LoadState.QUEUED:
-            reason = f"a failed load has kept its slots of host memory for {self._timeout:g} s"
-            self._abort(load, "loads_failed_staging", reason, now)
-            return
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
         self._abort_once(
             load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now
@@ -417,13 +415,12 @@ class PullReader:
         self._transfers.cancel(load.order.request)
         self._count_failure(load, counter, now)
         self._results.append(LoadResult(load.order.request, reason, quarantined=True))
-        self._bound_queue(now)
+        self._kept_slots.keep(load.order.request)
 
-    def _release(self, load: Load, now: float) -> None:
+    def _release(self, load: Load) -> None:
         """End the quarantine of an aborted load's blocks."""
         load.on(LoadEvent.RELEASED)
         self._forget(load)
-        self._bound_queue(now)
         self._results.append(BlocksReleased(load.order.request))
 
     def _fail_unmet(self, load: Load, peer: Peer, now: float) -> None:
@@ -450,6 +447,7 @@ class PullReader:
 
     def _forget(self, load: Load) -> None:
         del self._loads[load.order.request]
+        self._kept_slots.forget(load.order.request)
         if self._staging is not None:
             self._staging.slots.release(load.order.request)
 

@@ -45,6 +45,7 @@ from pdrelay_connector.core.push.lost_peer import LostPeer
 from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.staging.kept_slots import KeptSlots
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.errors import ConnectorError, IllegalTransition
 
@@ -138,7 +139,6 @@ class _ExpectedPush:
     state: ReceiveState = ReceiveState.WAITING
     lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
-    granted_by: float = inf  # while QUEUED, if failed pushes keep slots
     lost_peer: LostPeer | None = None  # while QUARANTINED
 
     def on(self, event: ReceiveEvent) -> None:
@@ -179,6 +179,7 @@ class PushReceiver:
         # of those that P is to write; of the quarantined, looks
         self._deadlines: Deadlines[RequestId] = Deadlines()
         self._contention_deadlines: Deadlines[RequestId] = Deadlines()
+        self._kept_slots = KeptSlots[RequestId](contention_timeout)
         self._results: list[LoadResult | BlocksReleased] = []
 
     def __len__(self) -> int:
@@ -203,13 +204,14 @@ class PushReceiver:
             self._lease_renewer.release(order.request, order.engine)
             self._fail(push, "loads_failed_staging", str(exc))
         else:
+            self._kept_slots.wait(order.request, now=now)
             self._give_room(self._staging_receiver, now)
 
     def _give_room(self, staging_receiver: StagingReceiver, now: float) -> None:
         for request, groups in staging_receiver.slots.take_granted():
             push = self._pushes[request]
             push.on(ReceiveEvent.SLOTS_GRANTED)
-            push.granted_by = inf
+            self._kept_slots.forget(request)
             self._deadlines.set(request, now + self._timeout)
             self._contention_deadlines.set(request, now + self._contention_timeout)
             push.lent = [
@@ -286,12 +288,12 @@ class PushReceiver:
             for request, failure in self._staging_receiver.take_copied():
                 self._on_copied_in(self._pushes[request], failure)
             self._give_room(self._staging_receiver, now)
-            for push in self._kept_waiting(now):
-                reason = (
-                    f"a failed push has kept its slots of host memory for "
-                    f"{self._contention_timeout:g} s"
-                )
-                self._abort(push, "loads_failed_staging", reason)
+        for request in self._kept_slots.take_overdue(now=now):
+            reason = (
+                f"a failed push has kept its slots of host memory for "
+                f"{self._contention_timeout:g} s"
+            )
+            self._abort(self._pushes[request], "loads_failed_staging", reason)
         for request in self._deadlines.take_due(now=now):
             push = self._pushes[request]
             if push.lost_peer is not None:
@@ -312,27 +314,9 @@ class PushReceiver:
         return earliest(
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,
-            *(push.granted_by for push in self._queued()),
+            self._kept_slots.next(),
             *(answer_by for _, answer_by in self._awaited_peers() if answer_by > now),
         )
-
-    def _kept_waiting(self, now: float) -> list[_ExpectedPush]:
-        """Return the pushes that failed ones have kept from their slots for too long.
-
-        A P that hangs never says that it has stopped.
-        """
-        queued = self._queued()
-        is_kept = bool(queued) and any(push.state in _FAILED for push in self._pushes.values())
-        for push in queued:
-            latest = now + self._contention_timeout
-            push.granted_by = min(push.granted_by, latest) if is_kept else inf
-        return [push for push in queued if now >= push.granted_by]
-
-    def _queued(self) -> list[_ExpectedPush]:
-        """Return the pushes that wait for slots; they are looked for only if there are some."""
-        if not self._is_contended:
-            return []
-        return [push for push in self._pushes.values() if push.state is ReceiveState.QUEUED]
 
     @property
     def _is_contended(self) -> bool:
@@ -521,6 +505,7 @@ class PushReceiver:
         """Report a failed push that P may still write into; a staged one has no such blocks yet."""
         quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
         self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
+        self._kept_slots.keep(push.order.request)
 
     def _release(self, push: _ExpectedPush) -> None:
         if self._staging_receiver is None or push.state is ReceiveState.ABORTING:
@@ -535,6 +520,7 @@ class PushReceiver:
             del self._by_engine[order.engine]
         self._awaiting_reply.get(order.engine, {}).pop(order.request, None)
         self._clear_deadlines(push)
+        self._kept_slots.forget(order.request)
         if self._staging_receiver is not None:
             self._staging_receiver.slots.release(order.request)
 

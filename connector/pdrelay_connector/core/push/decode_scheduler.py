@@ -288,12 +288,6 @@ class PushReceiver:
             for request, failure in self._staging_receiver.take_copied():
                 self._on_copied_in(self._pushes[request], failure)
             self._give_room(self._staging_receiver, now)
-        for request in self._kept_slots.take_overdue(now=now):
-            reason = (
-                f"a failed push has kept its slots of host memory for "
-                f"{self._contention_timeout:g} s"
-            )
-            self._abort(self._pushes[request], "loads_failed_staging", reason)
         for request in self._deadlines.take_due(now=now):
             push = self._pushes[request]
             if push.lost_peer is not None:
@@ -309,6 +303,13 @@ class PushReceiver:
             reason = (
                 f"nothing came for {self._contention_timeout:g} s, and others wait for its slots "
                 f"of host memory"
+            )
+            self._abort(self._pushes[request], "loads_failed_staging", reason)
+        # last: everything above may have failed a push that keeps its slots
+        for request in self._kept_slots.take_overdue(now=now):
+            reason = (
+                f"a failed push has kept its slots of host memory for "
+                f"{self._contention_timeout:g} s"
             )
             self._abort(self._pushes[request], "loads_failed_staging", reason)
         return earliest(

@@ -214,6 +214,16 @@ def test_who_waits_for_slots_that_a_failed_push_keeps_does_not_wait_for_ever(har
     assert registered(harness)[C] == [(1, 2)]
 
 
+def test_the_wait_for_slots_has_its_limit_from_the_turn_in_which_another_push_fails(harness):
+    """Nothing else may wake the thread until then."""
+    harness.expect(A, (1, 2, 3))
+    harness.connect()
+    harness.expect(B, (4, 5))
+
+    assert harness.push_receiver.advance(now=SQUEEZE) == 2 * SQUEEZE
+    assert [result.request for result in harness.push_receiver.take_results()] == [A]
+
+
 def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     """All of them must have ended."""
     harness = Harness(slots=2 * MAX_PART)

@@ -208,17 +208,19 @@ class PushReceiver:
             self._give_room(self._staging_receiver, now)
 
     def _give_room(self, staging_receiver: StagingReceiver, now: float) -> None:
-        for request, groups in staging_receiver.slots.take_granted():
-            push = self._pushes[request]
-            push.on(ReceiveEvent.SLOTS_GRANTED)
-            self._kept_slots.forget(request)
-            self._deadlines.set(request, now + self._timeout)
-            self._contention_deadlines.set(request, now + self._contention_timeout)
-            push.lent = [
-                LentBlocks(lent.start, lent.stop, slots)
-                for lent, slots in zip(push.lent, groups, strict=True)
-            ]
-            self._approach(push, now)
+        # a push that fails at once frees slots for the next
+        while granted := staging_receiver.slots.take_granted():
+            for request, groups in granted:
+                push = self._pushes[request]
+                push.on(ReceiveEvent.SLOTS_GRANTED)
+                self._kept_slots.forget(request)
+                self._deadlines.set(request, now + self._timeout)
+                self._contention_deadlines.set(request, now + self._contention_timeout)
+                push.lent = [
+                    LentBlocks(lent.start, lent.stop, slots)
+                    for lent, slots in zip(push.lent, groups, strict=True)
+                ]
+                self._approach(push, now)
 
     def _approach(self, push: _ExpectedPush, now: float) -> None:
         order = push.order
@@ -305,13 +307,16 @@ class PushReceiver:
                 f"of host memory"
             )
             self._abort(self._pushes[request], "loads_failed_staging", reason)
-        # last: everything above may have failed a push that keeps its slots
+        # late: everything above may have failed a push that keeps its slots
         for request in self._kept_slots.take_overdue(now=now):
             reason = (
                 f"a failed push has kept its slots of host memory for "
                 f"{self._contention_timeout:g} s"
             )
             self._abort(self._pushes[request], "loads_failed_staging", reason)
+        if self._staging_receiver is not None:
+            # again: everything above may have freed slots
+            self._give_room(self._staging_receiver, now)
         return earliest(
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,

@@ -3,7 +3,7 @@
 import pytest
 
 from pdrelay_connector.core.counters import Counters
-from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
 from pdrelay_connector.core.messages import (
     MAX_PART,
     CancelPushes,
@@ -15,13 +15,14 @@ from pdrelay_connector.core.messages import (
     RenewLeases,
     WorkerHello,
 )
-from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
 from pdrelay_connector.core.push.lost_peer import QUARANTINE
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
 from pdrelay_connector.core.staging.slots import Slots
-from support.expecting import A, B, ExpectingEngine, T
+from support.expecting import ADDRESS, A, B, ExpectingEngine, T
+from support.push_engines import WAIT
 from support.recording_link import ConnectingLink
 
 C = RequestId("d-c")
@@ -222,6 +223,30 @@ def test_the_wait_for_slots_has_its_limit_from_the_turn_in_which_another_push_fa
 
     assert harness.push_receiver.advance(now=SQUEEZE) == 2 * SQUEEZE
     assert [result.request for result in harness.push_receiver.take_results()] == [A]
+
+
+def test_who_waits_for_slots_goes_on_in_the_turn_in_which_another_push_times_out(harness):
+    """Nothing else may wake the thread until then."""
+    harness.expect(A, (1, 2, 3))
+    harness.expect(B, (4, 5))
+    due = harness.push_receiver.advance(now=SQUEEZE)
+
+    assert [result.request for result in harness.push_receiver.take_results()] == [A]
+    assert (harness.slots.granted, due) == (2, SQUEEZE + WAIT)
+
+
+def test_who_waits_for_slots_goes_on_when_a_refused_peer_costs_another_its_turn(harness):
+    """The same: slots that are free again before anybody had them."""
+    harness.expect(A, (1, 2, 3))
+    harness.connect()
+    stranger = harness.peers.ensure_connected(EngineId("p9"), ADDRESS, now=0.0)
+    harness.happen(ConnectFailed(stranger.conn, "refused", is_incompatible=True))
+    harness.expect(B, (4, 5), engine=stranger.engine)
+    harness.expect(C, (6, 7, 8), engine=stranger.engine)
+    harness.hear(PushStopped(A, ""))
+
+    assert [result.request for result in harness.turn()] == [A, B, C]
+    assert harness.is_clean()
 
 
 def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():

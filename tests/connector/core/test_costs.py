@@ -3,32 +3,13 @@
 Counted in lines of Python that run, not in seconds: the machine that tests may be busy.
 """
 
-import sys
-
 import pytest
 
 from benchmarks.connector.leases import ABORTS, CASES, Harness, all_aborts_of_8000_requests, lender_of, name
 from pdrelay_connector.core.ids import EngineId
+from support.line_count import lines
 
 FEW, MANY = 300, 3000
-
-
-def lines(call):
-    """Return how many lines a call runs, those of comprehensions included, once for each turn of theirs."""
-    count = 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def a_turn_in_which_no_lease_ends(many):

@@ -100,7 +100,7 @@ def unchunked(left):
         end = int(size, 16)
         if left[end : end + 2] != b"\r\n":
             raise Wrong
-        body = body + left[:end]
+        body += left[:end]
         left = left[end + 2 :]
     while True:
         line, mark, left = left.partition(b"\r\n")

@@ -161,7 +161,7 @@ class World:
         prefill = None
         if reason is not None:
             decode_engine = self.fleet.choose(decodes, ask)
-            self.alone = self.alone + 1
+            self.alone += 1
         else:
             prefill, decode_engine = self.fleet.any_pair(ask)
         first = decode_engine if prefill is None else prefill

@@ -101,7 +101,7 @@ def events(body, *, name, per_event=1):
             is_over = is_end or made == limit
             pending += "" if is_end else f" {token}"
             if token % HALF or is_over:
-                text = text + pending
+                text += pending
                 pending = ""
             if is_end:
                 break

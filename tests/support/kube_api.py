@@ -122,7 +122,7 @@ class KubeApi:
         old = self.objects.get((resource, namespace, name))
         key = (resource, namespace, name)
         new = copy.deepcopy(body)
-        self.version = self.version + 1
+        self.version += 1
         meta = new.setdefault("metadata", {})
         uid = old["metadata"]["uid"] if old else f"uid-{self.version}"
         meta.update(name=name, namespace=namespace, resourceVersion=str(self.version))

@@ -169,7 +169,7 @@ class Nursery:
             except ConnectionResetError:
                 data = b""
             self._gone = not data
-            self._received = self._received + data
+            self._received += data
         line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None

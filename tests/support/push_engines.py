@@ -235,7 +235,7 @@ class PushEngine(Blocks):
         self._free(prefill.ids)
         prefill.ids = []
         prefill.announced = 0
-        prefill.attempt = prefill.attempt + 1
+        prefill.attempt += 1
 
     def abandon(self, name):
         """The prefill is aborted."""

@@ -95,7 +95,7 @@ def _answering(engine: Answering, host: str) -> ASGIApp:
         body, more = b"", True
         while more:
             message = await receive()
-            body = body + message.get("body", b"")
+            body += message.get("body", b"")
             more = message.get("more_body", False)
         url = f"http://{host}{scope['path']}"
         response = await engine(httpx.Request(scope["method"], url, headers=scope["headers"], content=body))

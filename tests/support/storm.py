@@ -161,7 +161,7 @@ def _body(lines, rest):
             return body, rest == b"\r\n"
         if len(rest) < length + 2:
             return body + rest[:length], False
-        body = body + rest[:length]
+        body += rest[:length]
         rest = rest[length + 2 :]
 
 

@@ -154,7 +154,7 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
             )
             if token % HALF or is_over:
                 kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
-                text = text + pending.removesuffix(kept)
+                text += pending.removesuffix(kept)
                 pending = kept
             if is_over or len(made) in (thinks, thinks + 3):
                 break

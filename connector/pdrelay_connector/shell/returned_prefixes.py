@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import EngineId, RequestId
+from pdrelay_connector.core.lease.transfer_names import is_name
 from pdrelay_connector.core.messages import MAX_FIND, MAX_ID, MAX_SALT, FindPrefix
 from pdrelay_connector.shell.control_thread import Post
 from pdrelay_connector.shell.decode_requests import DecodeRequests
@@ -59,8 +60,7 @@ class ReturnedPrefixes:
         engine = params.get(CACHED_ON)
         if engine is None or not self._is_on:
             return
-        is_name = isinstance(engine, str) and 0 < len(engine) <= MAX_ID and engine.isprintable()
-        if is_name and _is_plain(request):
+        if is_name(engine) and _is_plain(request):
             share = params.get(CACHED_SHARE, 1.0)
             is_share = isinstance(share, float | int) and 0 <= share <= 1
             named = _CachedOn(EngineId(engine), share if is_share else 1.0)

@@ -75,5 +75,5 @@ def transfer_of(params: Mapping[str, Any]) -> str | None:
 
 
 def is_name(name: object) -> TypeGuard[str]:
-    """Whether decode engines take this as the name of a lease."""
+    """Whether other engines take this as a name: of a lease, or of an engine."""
     return isinstance(name, str) and 0 < len(name) <= MAX_ID and name.isprintable()

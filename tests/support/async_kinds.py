@@ -221,7 +221,7 @@ class AsyncEngine(KindsEngine):
         scheduler = self.scheduler
         owned = [
             *(block for lease in self.prefills._held_blocks._leases.values() for block in lease.blocks),
-            *self.decodes._quarantined.blocks,
+            *(block for load in self.decodes._quarantined._loads.values() for block in load.blocks),
             *(block for each in self.prefills._window_pins._pinned.values() for ids in each.blocks for block in ids),
             *(block for _, blocks in scheduler.deferred_frees for block in blocks),
         ]

@@ -111,7 +111,7 @@ class NixlKindsEngine(cache_kinds.KindsEngine):
     @property
     def quarantined(self):
         """Blocks that a P which has ended may still write into: after a reset for 18 minutes (docs/connector.md)."""
-        return len(list(self.decodes._quarantined.blocks))
+        return self.decodes._quarantined.blocks
 
     @property
     def is_at_rest(self):

@@ -458,7 +458,7 @@ class DecodeRequests:
         """Current requests and quarantined blocks."""
         return {
             "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
-            "blocks_quarantined": float(sum(1 for _ in self._quarantined.blocks)),
+            "blocks_quarantined": float(self._quarantined.blocks),
         }
 
     def _release_lease(self, own: RequestId) -> None:

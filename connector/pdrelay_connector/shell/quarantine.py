@@ -1,6 +1,6 @@
 """Blocks of failed loads, kept from other requests until nothing can write into them any more."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.block_pool import BlockPool
@@ -51,7 +51,6 @@ class Quarantine:
         return any(quarantined.is_read for quarantined in self._loads.values())
 
     @property
-    def blocks(self) -> Iterator[KVCacheBlock]:
-        """All of these blocks."""
-        for quarantined in self._loads.values():
-            yield from quarantined.blocks
+    def blocks(self) -> int:
+        """How many blocks are pinned."""
+        return sum(len(quarantined.blocks) for quarantined in self._loads.values())

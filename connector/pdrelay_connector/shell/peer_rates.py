@@ -4,15 +4,12 @@ UCX chooses the transport, which NIXL does not know; ``pdrelay doctor`` shows it
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
-
-from prometheus_client import Counter
+from typing import Any
 
 from pdrelay_connector.core.counters import TransferSample
 from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.shell.peer_names import PeerNames
 
-PEERS_SHOWN: Final = 64  # engines whose bytes are shown: each restarts under another id
 BYTES = "Bytes of KV read from this engine (pull) or written to it (push)."
 SECONDS = (
     "Seconds that these transfers took, added up; several at the same time count several times."
@@ -32,7 +29,7 @@ class PeerRates:
     def add(self, labels: Sequence[str], sample: TransferSample) -> None:
         """Add a transfer.
 
-        Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten.
+        Of too many engines the one that moved nothing for longest is forgotten.
         """
         peer = known_as(sample.peer)
         if not peer or not self._names.admit(peer):
@@ -42,9 +39,7 @@ class PeerRates:
         self._shown[key] = None
         self._bytes.labels(*key).inc(sample.bytes)
         self._seconds.labels(*key).inc(sample.seconds)
-        # Ray's counters cannot forget one
-        if len(self._shown) > PEERS_SHOWN and isinstance(self._bytes, Counter):
-            first = next(iter(self._shown))
+        if (first := self._names.to_remove(self._shown)) is not None:
             del self._shown[first]
             self._bytes.remove(*first)
             self._seconds.remove(*first)

@@ -24,7 +24,6 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5
 
 # of this process, where it is an API server: shell/timelines.py shows them
 TIMELINES: Final = TimelineStore()
-PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
 INFO = (
     "Labels that a router compares before it pairs two engines, and the id by which peers know "
     "this one."
@@ -184,16 +183,12 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._peer_rates.add(self.per_engine_labelvalues[engine_idx], sample)
 
     def _show_refused(self, *labels: str) -> None:
-        """Show one more engine, and no longer the first of too many.
-
-        Ray's gauges cannot forget one.
-        """
+        """Show one more engine, and no longer the first of too many."""
         if not self._incompatible_names.admit(labels[-1]):
             return
         self._refused[labels] = None
         self._incompatible.labels(*labels).set(1)
-        if len(self._refused) > PEERS_MOST and isinstance(self._incompatible, Gauge):
-            first = next(iter(self._refused))
+        if (first := self._incompatible_names.to_remove(self._refused)) is not None:
             del self._refused[first]
             self._incompatible.remove(*first)
 
@@ -218,8 +213,7 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
         for outcome, count in loads.items():
             shown.add(outcome)
             self._peer_loads.labels(*labels, outcome).inc(count)
-        if len(self._failing) > PEERS_MOST and isinstance(self._peer_loads, Counter):
-            first = next(iter(self._failing))
+        if (first := self._failing_names.to_remove(self._failing)) is not None:
             for outcome in self._failing.pop(first):
                 self._peer_loads.remove(*first, outcome)
             if first in self._failures:  # its later loads are not looked at

@@ -12,9 +12,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
     from pdrelay_connector.shell.nixl_metrics import COUNTERS as NIXL_COUNTERS
-    from pdrelay_connector.shell.peer_names import MOST_NAMED, PeerNames
-    from pdrelay_connector.shell.peer_rates import PEERS_SHOWN
-    from pdrelay_connector.shell.vllm_stats import PEERS_MOST, PDRelayPromMetrics, PDRelayStats
+    from pdrelay_connector.shell.peer_names import MOST_NAMED, PEERS_SHOWN, PeerNames
+    from pdrelay_connector.shell.vllm_stats import PDRelayPromMetrics, PDRelayStats
 
 from pdrelay_connector.core.counters import COUNTERS, FAILURES, GAUGES, StatsReport, TransferSample
 from pdrelay_connector.core.timeline import TimelineEvent, TimelineStep
@@ -172,7 +171,7 @@ def test_engines_that_differ_are_shown_by_their_ids(metrics):
     labels = {"model_name": "m", "engine": "1", "peer": "p1"}
 
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) == 1
-    later = [f"p{number}" for number in range(2, PEERS_MOST + 2)]
+    later = [f"p{number}" for number in range(2, PEERS_SHOWN + 2)]
     metrics.observe(PDRelayStats.from_report(StatsReport(incompatible=later)).data, 1)
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) is None
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels | {"peer": later[0]}) == 1
@@ -286,7 +285,7 @@ def test_where_no_series_can_be_forgotten_few_engines_are_named(monkeypatch):
 
 def test_reasons_are_shown_of_few_engines(metrics):
     """Each restarts under another id."""
-    for number in range(PEERS_MOST + 1):
+    for number in range(PEERS_SHOWN + 1):
         name = f"p{number}"
         report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: "secret"})
         metrics.observe(PDRelayStats.from_report(report).data)
@@ -296,7 +295,7 @@ def test_reasons_are_shown_of_few_engines(metrics):
 
 def test_of_too_many_failing_engines_the_same_ones_keep_their_counts_and_their_reasons(metrics):
     """A reason without counts would stay when the engine works again: its loads are not looked at."""
-    for name in (*(f"p{number}" for number in range(PEERS_MOST)), "p0", "q"):
+    for name in (*(f"p{number}" for number in range(PEERS_SHOWN)), "p0", "q"):
         report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: "secret"})
         metrics.observe(PDRelayStats.from_report(report).data)
 
@@ -306,9 +305,9 @@ def test_of_too_many_failing_engines_the_same_ones_keep_their_counts_and_their_r
 
 def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):
     """Each restarts under another id."""
-    for number in range(PEERS_MOST + 1):
+    for number in range(PEERS_SHOWN + 1):
         metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={f"p{number}": {"timeout": 1}})).data)
         metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={"p0": {"timeout": 1, "loaded": 1}})).data)
 
-    assert peer_loads("p0", "timeout") == PEERS_MOST + 2
+    assert peer_loads("p0", "timeout") == PEERS_SHOWN + 2
     assert (peer_loads("p1", "timeout"), peer_loads("p2", "timeout")) == (None, 1)

@@ -307,6 +307,8 @@ class PullReader:
                 sum(len(token_range.local) for token_range in part),
             )
             self._extend(load, now)
+            if not spans:  # other ranks of ours have all of these tokens
+                self._finish_part(load, now)
 
     def _on_step_ended(self, step: StepEnded[RequestId], now: float) -> None:
         load = self._loads[step.owner]

@@ -129,6 +129,29 @@ def test_loads_do_not_each_wait_for_a_peer_that_hangs(world):
     assert counters(world)["loads_failed_handshake"] == 2
 
 
+def test_a_rank_that_keeps_none_of_the_tokens_reads_nothing_and_says_that_it_is_done(world):
+    """Where ranks divide a context, one of them has a single token: the others waited, and gave up all loads from P."""
+    network = world.network
+    network.memories["d0/1"] = [b"fresh"] * (BLOCKS + 1)
+    link = InMemoryLink(network, "d0/1", engine="d0")
+    whole = rank_info("d0/1", rank=1, ranks=2, all_heads=1)
+    own = changed(whole, regions=(changed(whole.regions[0], shards=2),))
+    peers = PeerTable(link, FINGERPRINT, Counters(), retry_after=1.0)
+    reader = PullReader(link, InMemoryTransferAgent(network, "d0/1"), peers, Counters(), own, timeout=TIMEOUT)
+    offer = offered(world)
+    token = TokenRange(0, 0, 1, offer.remote_block_ids[0], (BlockId(1),))
+    reader.load(
+        LoadOrder(RequestId("d-a"), offer.remote_request_id, EngineId("p0"), world.p.address, (token,)), now=0.0
+    )
+    for _ in range(4):
+        world.round()
+        for event in link.poll():
+            reader.on(event, now=0.0)
+        reader.advance(now=0.0)
+
+    assert reader.take_results() == [LoadResult(RequestId("d-a"), "")]
+
+
 def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
     """A router's mistake costs one load, not the connection and not the thread."""
     offer = offered(world)

@@ -253,7 +253,7 @@ def ask(client, url, model, question, max_tokens, **more):
 
 
 def bytes_moved(client, engine):
-    return metric_total(client.get(f"{engine}/metrics").text)
+    return metric_total(client.get(f"{engine}/metrics").content)
 
 
 def read_arguments():

@@ -165,7 +165,7 @@ def bench(args, url, *, seed):
 def bytes_moved(pair):
     """Return the bytes of KV that both engines have counted."""
     return sum(
-        metric_total(httpx.get(f"{spec.base_url}/metrics", trust_env=False).text) or 0
+        metric_total(httpx.get(f"{spec.base_url}/metrics", trust_env=False).content) or 0
         for spec in pair
     )
 

@@ -102,7 +102,7 @@ def main(argv=None):
         for number in range(1, args.transfers + 1):
             mover.move(number)
             is_late = time.monotonic() - began > args.seconds
-            if number % (args.transfers // TENTHS) == 0 or number == 1000 or is_late:
+            if number % max(1, args.transfers // TENTHS) == 0 or number == 1000 or is_late:
                 cells = [f"{time.monotonic() - began:.0f}"]
                 for pid in (os.getpid(), holder.pid):
                     resident, descriptors, threads = held_by(pid)

@@ -57,13 +57,12 @@ def choosing(found):
     tables = found["request"]["tables"]
     parts = ["## A. Choosing two engines"]
     what = """
-    For one request: listing those that may serve, dropping those that do not fit, and the policy; in brackets the
-    policy alone. *Two revisions* is the middle of a rolling update. The prompt has 4 KiB, and 5,000 sessions take
-    turns."""
+    For one request: listing those that may serve, dropping those that do not fit, and the policy. *Two revisions* is
+    the middle of a rolling update. The prompt has 4 KiB, and 5,000 sessions take turns."""
     parts.append(prose(what))
     for case, policies in found["choices"].items():
         rows = [
-            [f"`{name}`", *(f"{seen[n]['whole']:,.0f} ({seen[n]['policy']:,.1f})" for n in sizes)]
+            [f"`{name}`", *(f"{seen[n]['whole']:,.0f}" for n in sizes)]
             for name, seen in policies.items()
         ]
         parts.append(table([f"{case}; engines:", *sizes], rows))

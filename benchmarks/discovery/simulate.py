@@ -180,32 +180,26 @@ def fleet_of(registry, choice, preference=None):
 
 
 def choices(sizes, spent_s, case):
-    """Time what a request costs before its first leg: who may serve, who fits (narrowing), who is
-    chosen (policy).
-    """
+    """Time what a request costs before its first leg: who may serve, who fits, who is chosen."""
     found = {}
     for policy in (*PolicyName, EXPECTED_TTFT):
+        seen = found[str(policy)] = {}
         for count in sizes:
             registry = registry_of(count, case)
             turn = iter(range(10**9))
             fleet = fleet_of(registry, choice_of(registry, policy))
-            choice = choice_of(registry, policy)
-            sides = [fleet.usable(role) for role in Role]
 
-            def ask(turn=turn):
-                return RoutingHints("m", f"session {next(turn) % 5000}", PROMPT)
+            def whole(turn=turn, fleet=fleet):
+                hints = RoutingHints("m", f"session {next(turn) % 5000}", PROMPT)
+                fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE), hints)
 
-            def whole(fleet=fleet, ask=ask):
-                fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE), ask())
+            def usable(fleet=fleet):
+                return [fleet.usable(role) for role in Role]
 
-            def alone(choice=choice, sides=sides, ask=ask):
-                choice.pair(*sides, ask(), lambda _p, _d: True)
-
-            seen = found.setdefault(policy.value, {})
-            seen[str(count)] = {"whole": micros(whole, spent_s), "policy": micros(alone, spent_s)}
-            seen[str(count)]["usable"] = micros(
-                lambda fleet=fleet: [fleet.usable(role) for role in Role], spent_s / 2
-            )
+            seen[str(count)] = {
+                "whole": micros(whole, spent_s),
+                "usable": micros(usable, spent_s / 2),
+            }
     return found
 
 

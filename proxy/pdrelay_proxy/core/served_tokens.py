@@ -11,7 +11,6 @@ from pdrelay_proxy.core.schemas import BilledAnswer, ServedAnswer, ServedUsage
 
 _NAME: Final = b'"usage"'
 _DATA: Final = b"data:"
-_MOST: Final = 10**9  # tokens; a limit beyond any request
 _EMBED: Final = "/v2/embed"  # Cohere's API: units in its meta in place of a usage
 # These count input_tokens and output_tokens alone, all others prompt_tokens and completion_tokens
 # where they have them: which words /v1/decisions has is up to vLLM 0.33.
@@ -34,8 +33,8 @@ def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) 
     if prefill_leg is not None and prefill_leg.tokens is not None:
         prompt = prefill_leg.tokens
     counted, answered = _counted(record.path, b"".join(record.end))
-    prompt = prompt if counted is None else _bounded(counted)
-    return prompt + (events if answered is None else _bounded(answered))
+    prompt = prompt if counted is None else counted
+    return prompt + (events if answered is None else answered)
 
 
 def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
@@ -73,7 +72,3 @@ def _usage(path: str, end: bytes) -> ServedUsage | None:
 def _events(end: bytes) -> Sequence[bytes]:
     """Return the data of the events, the last one first."""
     return [line[len(_DATA) :] for line in reversed(end.splitlines()) if line.startswith(_DATA)]
-
-
-def _bounded(tokens: int) -> int:
-    return min(max(tokens, 0), _MOST)

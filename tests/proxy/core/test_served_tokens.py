@@ -111,9 +111,20 @@ def test_a_usage_counts_however_the_end_behind_it_comes(path, usage, end, commen
     assert tokens(CHUNK, *(event + comment + end).splitlines(keepends=True), path=path, events=9) == 37
 
 
-@pytest.mark.parametrize("usage", [None, {"type": "duration", "seconds": 60}, {"prompt_tokens": "many"}, 7, []])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        {"type": "duration", "seconds": 60},
+        {"prompt_tokens": "many"},
+        {"prompt_tokens": 30, "completion_tokens": 10**400},
+        {"prompt_tokens": -30, "completion_tokens": 7},
+        7,
+        [],
+    ],
+)
 def test_an_answer_without_tokens_costs_what_the_prompt_seems_to_have(usage):
-    """A transcription tells seconds."""
+    """A transcription tells seconds, and absurd numbers are none."""
     assert tokens(json.dumps({"text": "a", "usage": usage}).encode()) == 1000
 
 

@@ -27,6 +27,7 @@ from pdrelay_proxy.core.schemas import (
     PlainPrefillAnswer,
     PrefillAnswer,
     PromptIdsAnswer,
+    TokenCount,
     TokensAnswer,
     TransferNaming,
 )
@@ -176,7 +177,7 @@ def _params_and_count(
     """Return the KV parameters, null if there are none, and the prompt's tokens; raises NotJson."""
     if isinstance(parsed, TokensAnswer):
         usage = parsed.usage
-        count = None if usage is None else maybe(usage.get("prompt_tokens", NULL), int)
+        count = None if usage is None else maybe(usage.get("prompt_tokens", NULL), TokenCount)
         return parsed.kv_transfer_params, count
     plain = maybe(answer, PlainPrefillAnswer) if parsed is None else parsed
     if plain is not None:

@@ -56,6 +56,7 @@ def test_what_does_not_tell_is_unknown(end):
         ('{"prompt_tokens":200,"prompt_tokens_details":{"cached_tokens":0}}', 0.0),
         ('{"prompt_tokens":0,"prompt_tokens_details":{"cached_tokens":0}}', None),
         ('{"prompt_tokens_details":{"cached_tokens":5}}', None),
+        (f'{{"prompt_tokens":200,"prompt_tokens_details":{{"cached_tokens":{10**400}}}}}', None),
         ('{"prompt_tokens":200,"prompt_tokens_details":null}', None),
         ('{"prompt_tokens":200}', None),
     ],

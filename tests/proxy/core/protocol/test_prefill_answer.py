@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.prefill_answer import handover, kv_params
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, known_as
-from pdrelay_proxy.core.schemas import Coordinates
+from pdrelay_proxy.core.raw_json import maybe
+from pdrelay_proxy.core.schemas import Coordinates, PlainPrefillAnswer, PromptIdsAnswer, TokensAnswer
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
 
@@ -185,3 +186,13 @@ def test_an_answer_without_parameters_is_the_engines_fault(body):
     """A prefill engine without a connector answers like this."""
     with pytest.raises(EngineError, match=r"prefill-0 answered without (usable )?kv_transfer_params"):
         kv_params(P, body)
+
+
+@pytest.mark.parametrize("number", [-1, 10**400])
+@pytest.mark.parametrize("parsed_as", [PlainPrefillAnswer, PromptIdsAnswer, TokensAnswer])
+def test_an_absurd_number_of_tokens_counts_as_none(parsed_as, number):
+    """It would become the price of every later prompt of the model. The KV is as good as ever."""
+    body = answer()[:-1] + b', "usage": {"prompt_tokens": %d}}' % number
+    params, _, counted = kv_params(P, body, maybe(body, parsed_as))
+
+    assert (json.loads(bytes(params)), counted) == (PARAMS, None)

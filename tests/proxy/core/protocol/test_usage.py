@@ -15,6 +15,7 @@ SAYS_SEVEN = [
     b'{"type":"message_start","message":{"id":"m","usage":{"input_tokens":5,"cache_read_input_tokens":2}}}',
 ]
 SAYS_NOTHING = [b"{}", b"[]", b"no json", b'{"usage":null}', b'{"usage":{}}', b'{"usage":{"prompt_tokens":"7"}}', b""]
+SAYS_NOTHING += [b'{"usage":{"prompt_tokens":%b}}' % number for number in (b"-1", b"1000000001", b"9" * 400)]
 SAYS_NOTHING += [b'{"message":{"usage":{"input_tokens":0}}}', b'{"message":"text"}', b'{"message":{"usage":null}}']
 
 
@@ -32,7 +33,7 @@ def test_an_answer_says_how_long_its_prompt_was(answer):
 
 @pytest.mark.parametrize("answer", SAYS_NOTHING)
 def test_an_answer_may_say_nothing(answer):
-    """Then nothing is compared."""
+    """Then nothing is compared. A number beyond any prompt's would spoil every sum that it gets into."""
     assert prompt_tokens(answer) is None
     assert prompt_tokens_in(b"data: " + answer + b"\n\n") is None
 

@@ -85,7 +85,7 @@ def mistakes(text, page, vllm):
         if not judged and line.startswith("--"):
             found += sorted(flags_of(words(line)) - anything)
         if word := re.fullmatch(r"([a-z][a-z0-9]*(?:_[a-z0-9]+)+)(?:: .*|=.*)?", line):
-            own = word[1].startswith(("pdrelay_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
+            own = word[1].startswith(("pdrelay_", "test_"))  # metrics: test_operator_docs.py; tests: promises.md
             found += [word[1]] if word[1] not in WORDS | FOREIGN and not own else []
         if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
             is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__}

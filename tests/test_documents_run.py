@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -22,7 +21,7 @@ from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
-from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
+from support.documents import PAGES, ROOT, block_lines, blocks, commands, spans
 from support.sim import Sim, cluster, serving
 
 pytestmark = pytest.mark.processes
@@ -90,24 +89,6 @@ def test_a_command_is_understood(found, pasted):
     if not isinstance(parsed, argparse.Namespace):
         assert re.search(LACKS, parsed)
         assert not pasted
-
-
-def _flags():
-    """Yield flags of ours with their values that stand alone, once, and the commands that have them."""
-    found = {
-        tuple(_without_dots(words(span))) for page in PAGES for span in spans(page.read_text()) if span[:2] == "--"
-    }
-    for one in sorted(found):
-        if len(one) > 1 and (names := [name for name, known in OURS.items() if flags_of(one) <= known]):
-            yield pytest.param(one, names, id=" ".join(one))
-
-
-@pytest.mark.parametrize(("found", "names"), [*_flags()])
-def test_a_flag_takes_the_value_that_is_written(found, names):
-    """Of one of the commands that have it."""
-    parsed = [_parsed((name, *found)) for name in names]
-
-    assert any(isinstance(one, argparse.Namespace) or re.search(LACKS, one) for one in parsed), parsed
 
 
 @pytest.mark.parametrize("found", _complete("serve"), ids=_id)
@@ -197,14 +178,6 @@ def test_a_request_is_answered(line, fleet):
         assert got.status_code == 200
         if args.i:  # the page has readers look at it
             assert re.search("prefill;.*decode;", got.headers["server-timing"])
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(), "sh")], ids=lambda page: page.name)
-def test_a_shell_block_is_shell(page):
-    """Quotes and continued lines included."""
-    for block in blocks(page.read_text(), "sh"):
-        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
 
 
 def _configurations():

@@ -1,4 +1,4 @@
-"""Writes docs/interop.md: what was seen, and why something does not hold."""
+"""Writes the first part of docs/interop.md: what was seen, and why something does not hold."""
 
 import datetime
 import json
@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from interop.in_tree_tests import section
-from interop.not_run import NOT_RUN
 from interop.peer import Engines, Peer
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/interop.md"
 SEEN = Path(__file__).with_name("seen.json")
+BY_HAND = "## vLLM's own tests\n"  # from here on the page is written by hand
 HEADS = {
     "equal": "equal to one engine",
     "moved": "KV moves",
@@ -81,11 +80,12 @@ def write(peers: Sequence[Peer], engines: Sequence[Engines]) -> None:
     """Write the page of all that was seen; what is not tried any more is forgotten."""
     names = {each.name for each in (*peers, *engines)}
     SEEN.write_text(_json({name: row for name, row in seen().items() if name in names}))
-    PAGE.write_text(text(seen(), peers, engines))
+    by_hand = PAGE.read_text().partition(BY_HAND)[2]
+    PAGE.write_text(text(seen(), peers, engines) + BY_HAND + by_hand)
 
 
 def text(seen: Mapping[str, Mapping], peers: Sequence[Peer], engines: Sequence[Engines]) -> str:
-    """Return the page."""
+    """Return the part of the page that says what was seen."""
     causes: list[str] = []
     versions = sorted({row["vllm"] for row in seen.values()})
     parts = [INTRODUCTION.format(vllm=" and ".join(versions))]
@@ -94,9 +94,7 @@ def text(seen: Mapping[str, Mapping], peers: Sequence[Peer], engines: Sequence[E
         lines += [_row(each, seen[each.name], causes) for each in rows if each.name in seen]
         parts.append(f"## {head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     parts.append("## Causes\n\n" + "\n".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1)) + "\n")
-    parts.append(section())
-    parts.append("## Not run\n\n" + "\n".join(f"- **{name}**: {why}" for name, why in NOT_RUN.items()) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, ""])
 
 
 def _row(each: Peer | Engines, seen: Mapping, causes: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """The admin port, by its clients: what is at which port, what guards it, and what a flood of the other does to it."""
 
-import json
 import re
 import socket
 import ssl
@@ -264,15 +263,3 @@ def test_an_admin_port_that_is_taken_is_refused_in_a_sentence(tmp_path):
     assert code == 2, router.said
     assert f"cannot listen at 127.0.0.1 port {port}: Address already in use" in router.said
     assert "running on" not in router.said
-
-
-def test_an_answer_of_the_admin_port_is_read_over_one_connection(tmp_path):
-    """Prometheus keeps its connection; a second request behind the first one is served after it."""
-    with two_ports(tmp_path) as (router, _), RawClient(router.ports[1]) as client:
-        ask = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        client.send(ask % b"metrics" + ask % b"live")
-        first, second = client.answer(), client.answer()
-
-    assert first.status == second.status == 200
-    assert b"pdrelay_requests_total" in first.body
-    assert json.loads(second.body) == {"status": "ok"}

@@ -69,52 +69,6 @@ def fill(before, piece, after):
     return before + piece * ((SIZE - len(before) - len(after)) // len(piece)) + after
 
 
-@pytest.mark.parametrize("piece", [b"content-disposition", b"content-disposition; name ", b"\r\n--x", b"\r\n--x\r\n"])
-def test_a_hostile_form_holds_up_nobody(router, piece):
-    """One of these stopped the event loop for two days."""
-    body = fill(b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n", piece, b"")
-
-    answer, worst = post(router, "/v1/audio/transcriptions", body, "multipart/form-data; boundary=x")
-
-    assert answer.status_code == 400
-    assert "form" in answer.json()["error"]["message"]
-    assert worst < MOMENT_S
-
-
-def names(before, after):
-    """An object with a million names, and what stands around it."""
-    many = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE].rpartition(b",")[0]
-    return b"%b{%b}%b" % (before, many, after)
-
-
-def objects(before, after):
-    return before + b'{"a":1},' * 300_000 + after
-
-
-@pytest.mark.parametrize(
-    ("path", "made", "parts"),
-    [
-        ("/v1/completions", names, (b"", b"")),
-        ("/v1/embeddings", names, (b"", b"")),
-        ("/v1/completions", names, (b'{"prompt":"a","vllm_xargs":', b"}")),
-        ("/v1/completions", objects, (b'{"prompt":"a","x":[', b'{"a":1}]}')),
-        ("/v1/completions", fill, (b'{"prompt":[', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill, (b'{"prompt":[', b"[1],", b"[1]]}")),
-        ("/v1/embeddings", fill, (b'{"input":[', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill, (b'{"prompt":[{},', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill, (b'{"prompt":["a",{}', b',"a"', b"]}")),
-    ],
-    ids=["names", "names, one leg", "names inside", "objects", "prompts", "lists", "inputs", "odd", "odd later"],
-)
-def test_a_body_of_many_small_things_is_refused(router, path, made, parts):
-    """Reading each of a million names or prompts takes seconds, here and in the engine."""
-    answer, worst = post(router, path, made(*parts))
-
-    assert answer.status_code == 400
-    assert "at most" in answer.json()["error"]["message"]
-    assert worst < MOMENT_S
-
-
 @pytest.mark.parametrize(
     "made",
     [

@@ -7,14 +7,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.features.expected_ttft.settings import ExpectedTtftSettings
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
-from support.sim import InMemory, Sim, router, sims
+from support.sim import Sim, router, sims
 
 STICKY = Settings(
     prefill_policy=PolicyName.PREFIX,
@@ -90,31 +88,6 @@ async def test_short_prompts_are_split_and_their_follow_ups_are_not():
     assert not engines["p0"].violations + engines["d0"].violations
 
 
-async def test_a_long_new_part_is_split_again():
-    """With the engine that has the rest."""
-    engines = sims(2, 3)
-    async with router(engines, STICKY) as client:
-        chat = Chat(client)
-        timings = [await chat.turn(), await chat.turn(LONG), await chat.turn(LONG), await chat.turn()]
-
-    assert [is_alone(timing) for timing in timings] == [False, False, False, True]
-    assert sum(bool(engines[name].log) for name in ("p0", "p1")) == 1
-    assert sum(bool(engines[name].log) for name in ("d0", "d1", "d2")) == 1
-
-
-async def test_chats_side_by_side_stay_where_they_are():
-    """Each with one decode engine, and spread over all of them."""
-    engines = sims(2, 2)
-    async with router(engines, STICKY) as client:
-        chats = [Chat(client, f"{number} {LONG}", streams=bool(number % 2)) for number in range(8)]
-        for _ in range(4):
-            await asyncio.gather(*(chat.turn() for chat in chats))
-
-    assert [[is_alone(timing) for timing in chat.timings] for chat in chats] == [[False, True, True, True]] * 8
-    legs = [len(engines[name].log) for name in engines]
-    assert legs == [4, 4, 16, 16]
-
-
 @pytest.mark.parametrize(
     ("changes", "alone"),
     [({"min_split_new_bytes": 0}, [False] * 3), ({"decode_policy": PolicyName.LEAST_LOADED}, [False] * 3)],
@@ -128,52 +101,6 @@ async def test_without_the_setting_or_the_memory_all_of_a_long_prompt_is_split(c
             await chat.turn()
 
     assert [is_alone(timing) for timing in chat.timings] == alone
-
-
-async def test_equal_prompts_at_once_are_all_split():
-    """None of them is in a cache before one of them is answered."""
-    engines = sims(1, 1, prefill_s=0.05)
-    async with router(engines, STICKY) as client:
-        chats = [Chat(client) for _ in range(6)]
-        timings = await asyncio.gather(*(chat.turn() for chat in chats))
-
-    assert not any(map(is_alone, timings))
-
-
-async def test_a_decode_engine_that_was_gone_is_believed_to_have_nothing():
-    """It was restarted: the prompt goes over a prefill engine again, and then it has it."""
-    engines = sims()
-    async with router(engines, STICKY) as client:
-        chat = Chat(client)
-        await chat.turn()
-        engines["d0"].inject(SimulatedFault(FaultKind.DROP))  # the connection that is open
-        gone = engines.pop("d0")
-        failed = await client.post(Api.CHAT, json={"model": "sim", "messages": chat.messages})
-        gone.inject(None)
-        engines["d0"] = gone
-        timings = [await chat.turn(), await chat.turn()]
-
-    assert failed.status_code == 502
-    assert [is_alone(timing) for timing in timings] == [False, True]
-
-
-async def test_a_turn_whose_engine_is_gone_is_routed_anew():
-    """Another decode engine does not have the conversation: the prefill engine has its beginning."""
-    engines = sims(1, 2)
-    network = InMemory(engines)
-    settings = replace(STICKY, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",))
-    app = build(settings, fabric=network.fabric).app
-    transport = httpx.ASGITransport(app)
-    async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        chat = Chat(client)
-        await chat.turn()
-        del engines["d0" if engines["d0"].log else "d1"]
-        await network.close()
-        timings = [await chat.turn(), await chat.turn()]
-
-    assert "unreachable" in timings[0]
-    assert [is_alone(timing) for timing in timings] == [False, True]
-    assert len(engines["p0"].log) == 2
 
 
 def forgetful(cached):
@@ -274,42 +201,6 @@ async def test_a_decode_engine_computes_no_more_than_the_threshold_at_a_time(pol
 
     assert sorted(map(is_alone, timings)) == [False, True]
     assert 'pdrelay_lone_prompts_bound_total{outcome="split"} 1.0' in metrics
-
-
-async def test_one_after_the_other_is_no_more_than_the_threshold():
-    """What has its first token is computed."""
-    async with router(sims(), STICKY) as client:
-        chat = Chat(client, streams=True)
-        await chat.turn()
-        timings = [await chat.turn(QUESTION) for _ in range(3)]
-
-    assert all(map(is_alone, timings))
-
-
-async def test_explain_shows_what_a_decode_engine_computes_alone_and_what_follows():
-    """While it does."""
-    gated = Gated()
-    engines = sims(1, 0) | {"d0": gated}
-    async with router(engines, STICKY) as client:
-        chat = Chat(client, streams=True)
-        await chat.turn()
-        more = [*chat.messages, {"role": "user", "content": QUESTION}]
-        question = {"path": Api.CHAT.value, "body": {"model": "sim", "messages": more}}
-        quiet = (await client.post("/instances/explain", json=question, headers=KEY)).json()
-        gated.gate.clear()
-        turn = asyncio.create_task(chat.turn(QUESTION))
-        await gated.until_come(1)
-        busy = (await client.post("/instances/explain", json=question, headers=KEY)).json()
-        gated.gate.set()
-        await turn
-
-    assert (quiet["rule"], quiet["lone_prompt_bound"], quiet["lone_prompt_bytes"]) == (
-        "single: cached_prompt",
-        None,
-        {},
-    )
-    assert (busy["rule"], busy["lone_prompt_bound"]) == ("prefill first, then decode", "split")
-    assert 200 < busy["lone_prompt_bytes"]["decode-0"] < 400
 
 
 @pytest.mark.parametrize(("itl_s", "alone"), [(10.0, [True] * 3), (1e-9, [False] * 3)])

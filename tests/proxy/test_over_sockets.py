@@ -6,7 +6,6 @@ import httpx
 import openai
 import pytest
 
-from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
 from support.sim import cluster, until
@@ -64,27 +63,3 @@ def test_the_official_client_raises_when_a_stream_breaks_off():
             assert [next(stream).choices[0].index for _ in range(2)] == [0, 0]
             with pytest.raises(openai.APIError, match="decode-0"):
                 next(stream)
-
-
-def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
-    """The client may still be sending: what it sends is thrown away, and it can read why."""
-    with cluster(settings=Settings(max_body_bytes=1000)) as running, httpx.Client() as client:
-        for _ in range(2):
-            url = f"http://{running.router}/v1/completions"
-            said = {"content-type": "application/json"}
-            declared = client.post(url, content=b"x" * 5_000_000, headers=said, timeout=20)
-            counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), headers=said, timeout=20)
-            assert [declared.status_code, counted.status_code] == [413, 413]
-        assert client.post(url, json=BODY, timeout=20).status_code == 200
-        assert len(running.engines["p0"].log) == 1
-
-
-def test_a_prefill_engine_that_restarts_is_found_again():
-    """The decode engine that waits for its predecessor is released."""
-    with cluster(mode="push") as running:
-        post(running)
-        running.engines["p0"].restart()
-        first, second = [post(running).headers["server-timing"] for _ in range(2)]
-
-    assert first.startswith('retry;desc="prefill-0 engine_restarted"')
-    assert second.startswith('mode;desc="push", prefill;desc="prefill-0"')

@@ -139,24 +139,6 @@ async def test_no_request_is_lost_and_none_is_on_the_wrong_side(mode, policy):
         assert all(again.values())
 
 
-async def test_what_cannot_be_done_is_one_sentence():
-    """409 where it could be done otherwise, 404 where there is none, 400 where it is no role."""
-    async with router(sims(1, 1, kv_both=True), OPEN) as client:
-        last = await turn(client, "decode-0", "prefill", status=409)
-        gone = await turn(client, "decode-9", "prefill", status=404)
-        await turn(client, "decode-0", "sideways", status=400)
-        forced = await turn(client, "decode-0", "prefill", force=True)
-        counted = await metrics(client)
-
-    assert last["detail"] == (
-        "decode-0 is the last decode engine that serves: turn another one to decode first, or use force"
-    )
-    assert "there is no instance 'decode-9'" in gone["detail"]
-    (row,) = forced["instances"]
-    assert "prefill" in (row["turns_to"], row["role"])  # nothing is left at it: it may have turned before the answer
-    assert counted['pdrelay_turns_total{outcome="refused",to="prefill"}'] == 1
-
-
 async def test_list_metrics_page_and_explain_agree():
     """An engine that is both is in both pools under one id; one that has turned is named by what it was added as."""
     engines = sims(1, 2, kv_both=True)

@@ -252,15 +252,6 @@ ANTHROPIC = {name: status for name, (_, _, _, status) in MESSAGES.items()}
 ANTHROPIC |= {"messages: GET": 405, "messages: batches": 404}
 
 
-@pytest.mark.parametrize("name", ANTHROPIC)
-def test_an_error_at_the_messages_api_has_anthropics_shape(both, name):
-    """Its clients read no other."""
-    for served in both:
-        answer = served.ask((PLAIN | OTHERS)[name])
-        said = json.loads(answer.body)
-        assert (answer.status, said["type"], said["error"].keys()) == (ANTHROPIC[name], "error", {"type", "message"})
-
-
 OLD = {
     "plain": PLAIN["plain"],
     "streamed": PLAIN["streamed"],

@@ -39,13 +39,6 @@ def test_the_list_is_a_table(instances):
     assert {line[head.index("state") :].split()[0] for line in lines} == {"starting"}
 
 
-def test_the_list_is_json_when_asked_for(instances):
-    """For scripts."""
-    _, out, _ = instances("--json", "list")
-
-    assert [row["id"] for row in json.loads(out)["instances"]] == ["prefill-0", "decode-0", "decode-1"]
-
-
 @pytest.mark.parametrize(
     "words",
     [["--router", "{}", "list", "--json"], ["--json", "list", "--router", "{}"], ["list", "--router={}", "--json"]],

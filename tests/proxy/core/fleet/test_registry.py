@@ -1,16 +1,11 @@
 """Who exists, and what is known of them."""
 
-import itertools
 from operator import attrgetter
 
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
@@ -18,10 +13,8 @@ from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings
-from support.searching import examples
 
 A, B = Address("http", "a", 1), Address("http", "b", 1)
-DEPARTURES = ["departures.drain", "departures.undrain", "departures.retire"]
 
 
 def test_ids_are_stable_and_say_nothing_about_addresses():
@@ -181,63 +174,6 @@ def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
     registry.learn(name, EngineCapabilities())
 
     assert registry.get(name) is None
-
-
-class Machine(RuleBasedStateMachine):
-    """Engines come, drain, return and leave while they have requests."""
-
-    def __init__(self):
-        super().__init__()
-        self.registry, self.ports, self.given, self.now = Registry(), itertools.count(1), set(), 0.0
-
-    def known(self):
-        return [one.id for role in Role for one in self.registry.known(role)]
-
-    @rule(role=st.sampled_from(Role))
-    def add(self, role):
-        name = self.registry.add(role, Address("http", "h", next(self.ports)), now=self.now).id
-        assert name not in self.given
-        self.given.add(name)
-
-    @precondition(lambda self: self.known())
-    @rule(data=st.data(), verb=st.sampled_from([*DEPARTURES, "remove", "enter", "leave"]))
-    def act(self, data, verb):
-        name = data.draw(st.sampled_from(self.known()))
-        match verb:
-            case "enter":
-                self.registry.member(name).load.enter(RequestId("r"))
-            case "leave":
-                self.registry.member(name).load.leave(RequestId("r"))
-            case _:
-                attrgetter(verb)(self.registry)(name, now=self.now)
-
-    @rule(seconds=st.floats(0, 40))
-    def settle(self, seconds):
-        self.now += seconds
-        members = {member.instance.id: member for member in self.registry.members()}
-        for instance in self.registry.settle(patience_s=60, now=self.now):
-            member = members[instance.id]
-            assert member.life.state is (HealthState.GONE if member.retires else HealthState.DRAINED)
-            assert member.load.in_flight == 0
-
-    @invariant()
-    def who_leaves_gets_nothing(self):
-        for role in Role:
-            leaving = {
-                member.instance.id
-                for member in self.registry.members()
-                if member.life.state in (HealthState.DRAINING, HealthState.DRAINED)
-            }
-            try:
-                usable = {one.id for one in self.registry.usable(role, now=self.now)}
-            except NoInstance:
-                continue
-            assert not usable & leaving
-            assert usable == {one.id for one in self.registry.known(role)} - leaving
-
-
-Machine.TestCase.settings = hypothesis_settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
-TestMachine = Machine.TestCase
 
 
 def test_who_asks_is_told_of_each_engine_that_leaves_its_role():

@@ -1,6 +1,6 @@
 """The models that engines say they serve, and what a request means that names none."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Final
 
@@ -18,13 +18,15 @@ _MOST_SHARED: Final = 1024
 class FleetModels:
     """Of all engines."""
 
-    __slots__ = ("_bases", "_listed", "_served", "_sets", "_table")
+    __slots__ = ("_bases", "_files", "_listed", "_served", "_sets", "_table")
 
     def __init__(self, table: MemberTable) -> None:
         self._table = table
         # Sets of models that engines serve, or of their base models, so that equal ones are the
         # same: thousands are then compared in no time.
         self._sets: dict[frozenset[str], frozenset[str]] = {}
+        # likewise: where the files of a set of models lie, as an engine has said last
+        self._files: dict[frozenset[str], Mapping[str, str]] = {}
         # the names in them, and for which changes
         self._served: tuple[int, frozenset[str]] = (-1, frozenset())
         # of engines that serve, likewise
@@ -97,10 +99,14 @@ class FleetModels:
         if facts.models is None:
             return facts
         models = self._same(facts.models)
-        bases = models if not facts.adapters else self._same(models - facts.adapters)
-        if models is facts.models and bases is facts.bases:
+        adapters = None if facts.adapters is None else self._same(facts.adapters)
+        bases = models if not adapters else self._same(models - adapters)
+        files = facts.files
+        if files is not None and (known := self._files.get(models)) is not files:
+            files = self._files[models] = known if known is not None and known == files else files
+        if models is facts.models and bases is facts.bases and files is facts.files:
             return facts
-        return replace(facts, models=models, bases=bases)
+        return replace(facts, models=models, adapters=adapters, bases=bases, files=files)
 
     def _same(self, names: frozenset[str]) -> frozenset[str]:
         """Return the set of these names that other engines have."""
@@ -108,8 +114,13 @@ class FleetModels:
         if shared is None:
             if len(self._sets) >= _MOST_SHARED:
                 all_facts = [member.facts for member in self._table.by_id.values()]
-                known = [models for facts in all_facts for models in (facts.models, facts.bases)]
-                self._sets = {models: models for models in known if models is not None}
+                known = [
+                    names
+                    for facts in all_facts
+                    for names in (facts.models, facts.adapters, facts.bases)
+                ]
+                self._sets = {names: names for names in known if names is not None}
+                self._files.clear()
             shared = self._sets.setdefault(names, names)
         return shared
 

@@ -5,12 +5,13 @@ from operator import attrgetter
 import pytest
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.schemas import ModelCard
 from pdrelay_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings
 
@@ -188,3 +189,17 @@ def test_who_asks_is_told_of_each_engine_that_leaves_its_role():
     registry.settle(patience_s=60, now=61.0)
 
     assert left == [first.id, second.id]
+
+
+def test_engines_that_serve_the_same_share_what_is_known_of_it():
+    """Two thousand engines with two thousand adapters each would need gigabytes."""
+    registry = Registry()
+    cards = [ModelCard("m", root="/m"), *(ModelCard(f"x{n}", parent="m", root=f"/x/{n}") for n in range(3))]
+    for address in (A, B):
+        engine = registry.add(Role.DECODE, address)
+        registry.learn(engine.id, facts_of_models(cards))
+    first, second = (member.facts for member in registry.members())
+
+    assert first.models is second.models
+    assert first.adapters is second.adapters
+    assert first.files is second.files

@@ -127,7 +127,7 @@ class EngineChoice:
             limit = handoff_timeout(lent_by.handover.params)
             if now >= lent_by.handed_over_at + limit:
                 return ()
-        fitting = fleet.registry.fitting(prefill, decodes)
+        fitting = fleet.registry.fitting(prefill, decodes, self.plan.hints.model)
         fresh = [
             instance
             for instance in fitting
@@ -143,7 +143,10 @@ class EngineChoice:
         """
         decode = self._record.decode
         tried = None if decode is None else decode.instance
-        fitting = self.retries.first(self.fleet.registry.fitting(prefill, self.usable(_DECODE)))
+        decodes = self.usable(_DECODE)
+        fitting = self.retries.first(
+            self.fleet.registry.fitting(prefill, decodes, self.plan.hints.model)
+        )
         return sorted(fitting, key=lambda instance: instance.id == tried)
 
     def leave_slot(self) -> None:

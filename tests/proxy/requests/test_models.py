@@ -1,12 +1,15 @@
 """Which model a request means, and that its engines serve that one: several base models behind one router."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.model import Api, EngineResponse, LegOrder, Role, SingleEngineReason
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
+from pdrelay_proxy.core.schemas import ModelCard
+from pdrelay_proxy.errors import EngineError
 from support.bodies import BASE
 from support.scripted import JSON, Asked, Scripted, good_decode, prefilled, pulled_prefill, request_id, router_of
 
@@ -217,6 +220,52 @@ async def test_engines_whose_model_lies_in_two_places_share_no_request():
         ("prefill-0", "decode-0"),
         ("prefill-1", "decode-1"),
     }
+
+
+def adapter_cards(place, **facts):
+    """One of model a whose adapter x lies there."""
+    found = facts_of_models([ModelCard("a", root="/models/a"), ModelCard("x", parent="a", root=place)])
+    return replace(found, **facts)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_engines_whose_adapter_lies_in_two_places_share_no_request_for_it(is_away):
+    """It is rolled out engine by engine, and vLLM's own connector would load KV of the other weights.
+
+    ``is_away``: also where the decode engine that was chosen cannot be reached, and another one takes its leg.
+    """
+
+    async def decode(leg):
+        if is_away and leg.instance.id == "decode-0":
+            raise EngineError("it is away", reached=False)
+        return await answers(leg)
+
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, 2, 2, asks_for_models=True, retries=4)
+    old, new = adapter_cards("/x/1"), adapter_cards("/x/2")
+    serving(router, {"prefill-0": old, "prefill-1": new, "decode-0": old, "decode-1": new})
+    for number in range(8):
+        client = await router.serve(asks("/v1/completions", PROMPT, model="x", max_tokens=5), f"r{number}")
+        assert client.status == 200
+    prefills = {request_id(leg): leg.instance.id for leg in engines.of(Role.PREFILL)}
+    pairs = {(prefills.get(request_id(leg)), leg.instance.id) for leg in engines.of(Role.DECODE)}
+
+    assert ("prefill-1", "decode-1") in pairs
+    assert not pairs & {("prefill-0", "decode-1"), ("prefill-1", "decode-0")}
+
+
+@pytest.mark.parametrize(
+    ("model", "facts"), [("a", {}), ("x", {"fingerprint": "f"})], ids=["the base model", "our connector"]
+)
+async def test_the_place_of_an_adapter_keeps_no_other_request_from_two_engines(model, facts):
+    """Our connector compares the weights themselves, wherever they lie."""
+    engines = Scripted(pulled_prefill, answers)
+    router = router_of(engines, 1, 1, asks_for_models=True)
+    serving(router, {"prefill-0": adapter_cards("/x/1", **facts), "decode-0": adapter_cards("/x/2", **facts)})
+    client = await router.serve(asks("/v1/completions", PROMPT, model=model, max_tokens=5))
+
+    assert client.status == 200
+    assert [leg.instance.id for leg in engines.legs] == ["prefill-0", "decode-0"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

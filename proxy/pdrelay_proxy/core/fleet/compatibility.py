@@ -68,6 +68,16 @@ class EngineCapabilities:
         base = self.files.get("")
         return base if model is None else self.files.get(model, base)
 
+    def adapter_root(self, model: str | None) -> str | None:
+        """Return where the files of an adapter lie, if engines that share requests for it must have
+        the same ones.
+
+        None: not known, no adapter, or our connector is there, which compares the weights itself.
+        """
+        if self.root is None or self.files is None or not model:
+            return None
+        return self.files.get(model)
+
     def in_one_line(self) -> "EngineCapabilities":
         """Return these facts with no line break in any: they stand in logs, tables and labels."""
         changed: dict[str, Any] = {
@@ -133,11 +143,14 @@ without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
 )
 
 
-def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
-    """Tell whether two engines can share a request, whatever their LoRA adapters."""
-    return prefill.engine_id not in (decode.incompatible or ()) and agree(
-        compared(prefill), compared(decode)
-    )
+def fit(prefill: EngineCapabilities, decode: EngineCapabilities, model: str | None = None) -> bool:
+    """Tell whether two engines can share a request for a model; None: for their base model."""
+    if prefill.engine_id in (decode.incompatible or ()):
+        return False
+    theirs = prefill.adapter_root(model)
+    ours = decode.adapter_root(model)
+    has_same_adapter = theirs is None or ours is None or theirs == ours
+    return has_same_adapter and agree(compared(prefill), compared(decode))
 
 
 def agree(prefill: Compared, decode: Compared) -> bool:

@@ -199,22 +199,24 @@ class Registry:
 
     # ---- what is known of them
 
-    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine; what is not known
-        fits everything.
+    def fitting(
+        self, prefill: Instance, decode: Sequence[Instance], /, model: str | None = None
+    ) -> Sequence[Instance]:
+        """List those decode engines that can read a model's blocks of a prefill engine; what is not
+        known fits everything.
         """
-        return [instance for instance in decode if self.fits(prefill, instance)]
+        return [instance for instance in decode if self.fits(prefill, instance, model)]
 
-    def fits(self, prefill: Instance, decode: Instance) -> bool:
-        """Tell whether two engines can share a request, as far as it is known, and do not rest as a
-        pair.
+    def fits(self, prefill: Instance, decode: Instance, model: str | None = None) -> bool:
+        """Tell whether two engines can share a request for a model, as far as it is known, and do
+        not rest as a pair.
 
         One that serves both roles shares none with itself: there would be nothing to transfer.
         """
         facts = self.facts(decode)
         return (
             prefill.id != decode.id
-            and fit(self.facts(prefill), facts)
+            and fit(self.facts(prefill), facts, model)
             and not rests(prefill.id, facts)
         )
 

@@ -26,8 +26,9 @@ from pdrelay_proxy.errors import NoMatchingInstance
 Among: TypeAlias = Sequence[Instance]
 # whether a prefill and a decode engine can share a request
 Fits: TypeAlias = Callable[[Instance, Instance], bool]
-# Which of the sets of models that engines serve have a model, and the rank that a request asks for.
-_Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None]
+# Which of the sets of models that engines serve have a model, the rank that a request asks for, and
+# the model if it is an adapter of which engines have different files.
+_Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None, str | None]
 
 _MOST_NAMED: Final = 4  # pairs in one message
 _MOST_KEYS: Final = 64  # by which engines serve a model: there may be as many of these as models
@@ -71,6 +72,8 @@ class Candidates:
         facts = [unknown if member is None else member.facts for member in members]
         self.facts = facts[: len(prefill)], facts[len(prefill) :]
         self._models = {each.models for each in facts}
+        # One engine of each kind whose files count: engines share what is equal.
+        self._with_files = [*{(each.root, id(each.files)): each for each in facts}.values()]
         self._half_open = [
             member for member in members if member is not None and member.life.state is _HALF_OPEN
         ]
@@ -110,7 +113,8 @@ class Candidates:
         serving = self._models
         if model is not None:
             serving = {models for models in self._models if models is None or model in models}
-        return frozenset(serving), rank
+        roots = {each.adapter_root(model) for each in self._with_files}
+        return frozenset(serving), rank, model if len(roots - {None}) > 1 else None
 
     def _serving(
         self, role: Role, key: _Key, hints: RoutingHints
@@ -119,7 +123,7 @@ class Candidates:
         at = 0 if role is Role.PREFILL else 1
         among = (self.prefill, self.decode)[at]
         facts = self.facts[at]
-        models, rank = key
+        models, rank, _ = key
         if len(models) == len(self._models) and rank is None and among and None not in models:
             return among, facts
         some = [
@@ -139,11 +143,16 @@ class Candidates:
         """
         decode, decode_facts = self._serving(Role.DECODE, key, hints)
         prefill, prefill_facts = self._serving(Role.PREFILL, key, hints)
+        adapter = key[2]
+        if adapter is not None:
+            prefill_facts = [_of_adapter(facts, adapter) for facts in prefill_facts]
+            decode_facts = [_of_adapter(facts, adapter) for facts in decode_facts]
         grouping = group_known(prefill, prefill_facts, decode, decode_facts)
-        if grouping.pairs:
-            return self._narrowed(prefill, decode, grouping, self._registry.fits)
-        grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
-        return self._narrowed(prefill, decode, grouping, partial(_are_compatible, self._registry))
+        fits = partial(self._registry.fits, model=adapter)
+        if not grouping.pairs:
+            grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
+            fits = partial(_are_compatible, self._registry, model=adapter)
+        return self._narrowed(prefill, decode, grouping, fits)
 
     def _narrowed(self, prefill: Among, decode: Among, grouping: Grouping, fits: Fits) -> Narrowed:
         pairs = grouping.pairs
@@ -162,37 +171,48 @@ class Candidates:
     def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
         """Sort engines into groups by pairs that rest, too, if no engine may serve alone."""
         if not may_be_alone:
-            grouping = group_engines(prefill, decode, self._facts_without_rests)
+            grouping = group_engines(prefill, decode, partial(self._facts_without_rests, key[2]))
             if grouping.pairs:
                 return grouping
-        why = f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
+        why = (
+            f"no prefill instance fits a decode instance: "
+            f"{self._differences(prefill, decode, key[2])}"
+        )
         if len(self.unmatched) >= _MOST_KEYS:
             self.unmatched.clear()
         self.unmatched[key, may_be_alone] = why
         raise NoMatchingInstance(why)
 
-    def _facts_without_rests(self, instance: Instance) -> EngineCapabilities:
-        facts = self._registry.facts(instance)
+    def _facts_without_rests(self, adapter: str | None, instance: Instance) -> EngineCapabilities:
+        facts = _of_adapter(self._registry.facts(instance), adapter)
         return replace(facts, resting=None) if facts.resting else facts
 
-    def _differences(self, prefill: Among, decode: Among) -> str:
+    def _differences(self, prefill: Among, decode: Among, adapter: str | None) -> str:
         """Name the first pairs that do not fit, and why."""
         pairs = islice(product(decode, prefill), _MOST_NAMED)
-        named = [f"{d.id} with {p.id}: {self._difference(p, d)}" for d, p in pairs]
+        named = [f"{d.id} with {p.id}: {self._difference(p, d, adapter)}" for d, p in pairs]
         more = len(decode) * len(prefill) - len(named)
         return "; ".join([*named, f"and {more} more"] if more else named)
 
-    def _difference(self, prefill: Instance, decode: Instance) -> str:
-        lender = self._registry.facts(prefill)
-        reader = self._registry.facts(decode)
+    def _difference(self, prefill: Instance, decode: Instance, adapter: str | None) -> str:
+        lender = _of_adapter(self._registry.facts(prefill), adapter)
+        reader = _of_adapter(self._registry.facts(decode), adapter)
         if compatibility.fit(lender, reader):
             return "the pair rests, for its transfers failed"
         return compatibility.difference(lender, reader)
 
 
-def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> bool:
+def _of_adapter(facts: EngineCapabilities, adapter: str | None) -> EngineCapabilities:
+    """Return facts with the root of an adapter, too, if there is one and it counts."""
+    root = facts.adapter_root(adapter)
+    return facts if root is None else replace(facts, root=f"{facts.root} with {root}")
+
+
+def _are_compatible(
+    registry: Registry, prefill: Instance, decode: Instance, model: str | None
+) -> bool:
     """Tell whether two engines fit, also as a pair that rests."""
-    return compatibility.fit(registry.facts(prefill), registry.facts(decode))
+    return compatibility.fit(registry.facts(prefill), registry.facts(decode), model)
 
 
 def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, Among]:

@@ -322,7 +322,7 @@ def pair_for_move(
     holders = [
         engine
         for engine in prefills
-        if engine.id == prompt_holder and fleet.registry.fitting(engine, decodes)
+        if engine.id == prompt_holder and fleet.registry.fitting(engine, decodes, hints.model)
     ]
     prefill, decode = fleet.pair(holders or prefills, decodes, hints)
     if prefill is None:

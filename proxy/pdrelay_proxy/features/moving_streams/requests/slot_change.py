@@ -32,7 +32,7 @@ def change_slot(
     if kind in stuck:
         return
     fleet = choice.fleet
-    fitting = fleet.registry.fitting(prefill, choice.usable(_DECODE))
+    fitting = fleet.registry.fitting(prefill, choice.usable(_DECODE), hints.model)
     others = fleet.nearest(prefill, [engine for engine in fitting if engine.id not in avoided])
     try:
         other = choice.choose_decode(others) if others else None

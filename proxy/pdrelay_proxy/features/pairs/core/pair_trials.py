@@ -50,7 +50,7 @@ class PairTrials:
         health = self._health
         for reader in decode if health.has_any else ():
             pair = lender.id, reader.id
-            if health.has_rested(pair, now=now) and self._fit(lender, reader):
+            if health.has_rested(pair, now=now) and self._fit(lender, reader, None):
                 health.tried(pair, now=now)
                 return reader
         return None
@@ -73,7 +73,7 @@ class PairTrials:
                 and reader is not None
                 and self._may_try(lender, hints)
                 and self._may_try(reader, hints)
-                and self._fit(lender, reader)
+                and self._fit(lender, reader, hints.model)
             ):
                 return lender, reader
         return None
@@ -84,5 +84,5 @@ class PairTrials:
             return False
         return member.facts.serves(hints.model)
 
-    def _fit(self, prefill: Instance, decode: Instance) -> bool:
-        return fit(self._registry.facts(prefill), self._registry.facts(decode))
+    def _fit(self, prefill: Instance, decode: Instance, model: str | None) -> bool:
+        return fit(self._registry.facts(prefill), self._registry.facts(decode), model)

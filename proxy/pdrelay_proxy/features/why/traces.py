@@ -3,6 +3,7 @@
 Only this file imports OpenTelemetry, and it is loaded only if spans are on.
 """
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ _BAD: Final = 400  # statuses from here on are errors
 _MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
 _MOST_NS: Final = 1 << 63  # since the epoch
 _MOST_ROWS: Final = 256  # of the engines of one request, the first ones
+# It quotes a client's tracestate that is none: as much as a head has room for, at each request.
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
 class Traces:

@@ -222,6 +222,16 @@ async def test_an_engine_gets_each_of_a_clients_tracestate_headers(spans):
     assert entry.headers["tracestate"] == "a=b,c=d"
 
 
+async def test_a_tracestate_that_is_none_leaves_no_line_in_the_log(spans, caplog):
+    """A client would write 8 KB into it with each request."""
+    engines = sims()
+    await served(spans, engines, headers=HEADERS | {"tracestate": "x" * 8000})
+
+    (entry,) = engines["d0"].log
+    assert "tracestate" not in entry.headers
+    assert "xxx" not in caplog.text
+
+
 async def test_the_span_of_a_leg_says_where_it_went_and_what_came_back(spans):
     """And when the head of the answer was there."""
     await served(spans, sims())

@@ -133,7 +133,7 @@ class Kubernetes:
         Raises KubeError also if nothing comes for ``silence_s`` seconds.
         """
         timeout = httpx.Timeout(self._timeout_s, read=silence_s)
-        rest = b""
+        rest = bytearray()
         with _kube_errors(path):
             async with self._client.stream(
                 "GET", path, params=dict(query), headers=self._headers(), timeout=timeout
@@ -141,9 +141,12 @@ class Kubernetes:
                 if response.status_code != HTTPStatus.OK:
                     raise _refusal(path, response, await _beginning(response))
                 async for part in response.aiter_bytes():
-                    *lines, rest = (rest + part).split(b"\n")
-                    if events := [line for line in lines if line]:
-                        yield events
+                    rest += part
+                    if b"\n" in part:
+                        *lines, end = bytes(rest).split(b"\n")
+                        rest = bytearray(end)
+                        if events := [line for line in lines if line]:
+                            yield events
                     if len(rest) > _MAX_BYTES:
                         raise KubeError(f"{path} sends an event without end")
         if rest:

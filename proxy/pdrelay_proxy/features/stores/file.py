@@ -14,7 +14,7 @@ import msgspec
 from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import text_of_entry
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, to_raw
-from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, locked
+from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, PATIENCE_S, locked
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.store import (
     StoreDown,
@@ -25,7 +25,6 @@ from pdrelay_proxy.io.discovery.store import (
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
-_PATIENCE_S: Final = LOCK_WAIT_S + 3.0  # an operator waits; a file system may hang for ever
 _Stamp: TypeAlias = tuple[int, int, int]  # a file's inode, time and size
 
 
@@ -67,7 +66,7 @@ class FileStore:
         *,
         poll_s: float = 0.2,
         lock_wait_s: float = LOCK_WAIT_S,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._path = Path(path)
         self._observer = observer

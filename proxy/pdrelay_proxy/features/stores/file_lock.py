@@ -10,6 +10,7 @@ from typing import Final
 from pdrelay_proxy.io.discovery.store import StoreNotWritten
 
 LOCK_WAIT_S: Final = 5.0  # a change takes milliseconds
+PATIENCE_S: Final = LOCK_WAIT_S + 3.0  # an operator waits; a file system may hang for ever
 _POLL_S: Final = 0.01
 
 

@@ -1,5 +1,8 @@
 """The text that routers share: whoever writes it replaces what it has read, or learns that it has changed."""
 
+import os
+import threading
+
 import pytest
 
 from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
@@ -47,6 +50,24 @@ async def test_a_store_that_is_away_says_so(shared):
         await one.read()
     with pytest.raises(StoreDown):
         await one.replace("{}")
+
+
+async def test_a_file_system_that_hangs_holds_one_thread_and_no_operator(tmp_path):
+    """The names of engines are looked up in threads of the same pool."""
+    path = tmp_path / "set.json.roles"
+    os.mkfifo(path)  # to open it waits for somebody who writes
+    text = FileText(str(path), patience_s=0.05)
+    before = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(StoreDown, match=r"set.json.roles was neither read nor written within 0.05 s"):
+            await text.read()
+    held = threading.active_count() - before
+    with path.open("wb") as file:
+        file.write(b"{}")
+        path.unlink()
+
+    assert held <= 1
+    assert await text.read() == ""
 
 
 @pytest.mark.parametrize("how", HOW)

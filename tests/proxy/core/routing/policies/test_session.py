@@ -56,6 +56,28 @@ def test_every_engine_gets_its_share():
     assert all(25 <= counts[one.id] <= 80 for one in ENGINES)
 
 
+def test_a_session_that_came_before_is_not_hashed_for_each_engine_again():
+    """With a thousand engines that takes a millisecond, in which all other requests wait."""
+    hashed = Counter()
+
+    class Place:
+        def __init__(self, number):
+            self.number = number
+
+        @property
+        def authority(self):
+            hashed[self.number] += 1
+            return f"h:{self.number}"
+
+    engines = [Instance(InstanceId(f"d{i}"), Role.DECODE, Place(i)) for i in range(6)]
+    policy = Session(RoundRobin())
+    homes = {policy.choose(engines, SESSIONS[0]).id for _ in range(3)}
+
+    assert len(homes) == 1
+    assert set(hashed.values()) == {1}
+    assert policy.choose(engines[:1], SESSIONS[0]) is engines[0]
+
+
 def test_without_a_session_the_other_policy_chooses():
     """And takes its turns."""
     policy = Session(RoundRobin())

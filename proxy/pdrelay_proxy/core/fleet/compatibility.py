@@ -94,6 +94,8 @@ class EngineCapabilities:
             for name in _FACTS
             if (fact := getattr(newer, name)) is not None and (fact != "" or name == _WITHIN)
         }
+        if newer.connector not in (None, self.connector):  # what the one before said of itself
+            found = dict.fromkeys(_OF_CONNECTOR) | found
         return replace(self, **found)
 
 
@@ -110,6 +112,7 @@ def facts_of_models(cards: Sequence[ModelCard]) -> EngineCapabilities:
 
 
 _FACTS: Final = [fact.name for fact in fields(EngineCapabilities)]
+_OF_CONNECTOR: Final = ("protocol", "fingerprint", "engine_id", "kv_role")
 _WITHIN: Final = "pairs_within"
 _WRITTEN: Final = [name for name in _FACTS if name != "files"]
 

@@ -24,7 +24,8 @@ _LABEL: Final = re.compile(
 _MODES: Final[Mapping[str, EngineMode]] = {mode.value: mode for mode in EngineMode}
 _REFUSED: Final = b"vllm:pdrelay_incompatible_peer"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
-_STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
+_STARTED: Final = b"process_start_time_seconds"
+_STARTED_LINE: Final = re.compile(rb"[a-z_]{1,64} ([0-9.eE+]{1,32})")
 # By how their lines begin. Ours may show those of the other, too.
 _CONNECTORS: Final = {"pdrelay": b"vllm:pdrelay_", "nixl": b"vllm:nixl_"}
 # Its own prefix cache counts as well: what is there need not be sent.
@@ -67,7 +68,6 @@ class Numbers:
 def read(text: bytes, rank: int | None = None) -> Numbers:
     """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
     leases, usage = (_kept_values(text, name, rank) for name in (_LEASES, _USAGE))
-    started = _STARTED.search(text)
     ours = next(_true_labels(text, _INFO, rank), b"")
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     connectors = [
@@ -80,9 +80,15 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
         fingerprint=info.get("fingerprint"),
         engine_id=info.get("engine_id"),
         kv_role=info.get("kv_role"),
-        started=started[1].decode() if started else None,
+        started=started(text),
     )
     return Numbers(facts, sum(leases) if leases else None, max(usage) if usage else None)
+
+
+def started(text: bytes) -> str | None:
+    """Read when an engine's process began, as it writes it; None: it does not."""
+    line = next(metric_lines(text, _STARTED, _STARTED_LINE), None)
+    return None if line is None else line[1].decode()
 
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:

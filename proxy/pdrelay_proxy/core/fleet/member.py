@@ -1,5 +1,6 @@
 """One engine, and all that is known of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -68,6 +69,8 @@ class Member:
     # filled in if the decode policy remembers prompts
     lone: LonePrompts = field(default_factory=LonePrompts)
     facts: EngineCapabilities = field(default_factory=EngineCapabilities)
+    # when it was last asked what it is, by a clock that only rises
+    asked_at: float = -math.inf
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
@@ -76,6 +79,11 @@ class Member:
     turn: RoleTurn | None = None  # while it turns
     # the number of times that it has turned: what was learned of it before is not true any more
     stint: int = 0
+
+    @property
+    def may_be_new(self) -> bool:
+        """Tell whether it may have become another process since it was asked what it is."""
+        return self.life.cache_since > self.asked_at
 
     @property
     def role(self) -> EngineRole:

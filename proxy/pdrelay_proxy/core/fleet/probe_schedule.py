@@ -185,6 +185,7 @@ class ProbeSchedule:
         if (
             member.life.state is HealthState.HEALTHY
             and member.life.misses == 0
+            and not member.may_be_new
             and now < probe.whole_at
         ):
             return False

@@ -5,6 +5,7 @@ A prefill engine's are read only where a decode engine's give a reason.
 """
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from pdrelay_proxy.core.fleet.engine_metrics import (
     read,
     received,
     shown_load,
+    started,
 )
 from pdrelay_proxy.core.fleet.kv_inflow import KvInflow
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -90,8 +92,13 @@ class EngineMetricsWatch:
         if exposition:
             refused = incompatible_peers(exposition, decode.rank)
             now = self._clock()
-            self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
+            facts = EngineCapabilities(incompatible=refused)
             member = self._registry.get(decode.id)
+            if member is not None and started(exposition) not in (None, member.facts.started):
+                # another process by now: what else it is, the next probe asks
+                facts = read(exposition, decode.rank).facts.updated(facts)
+                member.asked_at = -math.inf
+            self._registry.learn(decode.id, facts)
             # With ranks the load is that of all of them together.
             if member is not None and decode.rank is None and member.life.may_serve(now=now):
                 load = shown_load(exposition, now=now)
@@ -113,7 +120,7 @@ class EngineMetricsWatch:
 
     async def _learn_id(self, prefill: Instance) -> None:
         shown = read(await self._read(prefill), prefill.rank)
-        self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.facts.engine_id))
+        self._registry.learn(prefill.id, shown.facts)
 
     async def _read(self, instance: Instance) -> bytes:
         """Return an engine's metrics; nothing, if it does not answer: the prober says so.

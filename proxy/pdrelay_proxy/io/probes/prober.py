@@ -227,15 +227,17 @@ class Prober:
             member.drain.reading((await self._checks.numbers(member.instance)).kept)
             member.life.heard()
             return
-        is_whole = self._schedule.is_whole(member, now=self._clock())
+        begun = self._clock()
+        is_whole = self._schedule.is_whole(member, now=begun)
         newer_facts = await self._checks.probe(member.instance, is_whole=is_whole)
         facts = member.facts  # of one that was just added, the models alone are known
         # It may be another engine by now; so may one that was drained, which is not ejected.
         was_away = member.life.state in _MAY_BE_NEW or member.life.misses > 0
-        is_new = facts.models is None or facts.version is None or was_away
-        self._registry.learn(name, newer_facts)
+        is_new = facts.models is None or facts.version is None or was_away or member.may_be_new
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 numbers = await self._checks.numbers(member.instance)
-                self._registry.learn(name, numbers.facts)
+                newer_facts = newer_facts.updated(numbers.facts)
+            member.asked_at = begun
+        self._registry.learn(name, newer_facts)
         member.life.seen(now=self._clock())

@@ -81,6 +81,28 @@ async def test_engines_that_refuse_each_other_are_kept_apart_until_one_is_anothe
     assert await fits()
 
 
+async def test_a_decode_engine_that_shows_another_start_is_another_process():
+    """It was restarted so fast that no probe missed it."""
+    world = World()
+    registry = world.registry
+    before = EngineCapabilities(started="1.7e+09", connector="pdrelay", fingerprint="a", protocol="4")
+    for decode in (world.dry, world.wet):
+        registry.learn(decode.id, before)
+        registry.member(decode.id).asked_at = 1.0
+    metrics = world.metrics
+
+    async def restarted(instance):
+        shown = b'process_start_time_seconds %b\nvllm:pdrelay_connector_info{fingerprint="%b",protocol="4"} 1.0\n'
+        return await metrics(instance) + shown % ((b"1.8e+09", b"b") if instance is world.dry else (b"1.7e+09", b"a"))
+
+    world.watch._metrics = restarted
+    await world.watch.read_engines()
+    dry, wet = (registry.member(decode.id) for decode in (world.dry, world.wet))
+
+    assert (dry.facts.fingerprint, dry.may_be_new) == ("b", True)
+    assert (wet.facts.fingerprint, wet.may_be_new) == ("a", False)
+
+
 async def test_an_engine_that_cannot_be_asked_is_not_accused():
     """That it cannot be reached is told by others."""
     world = World()

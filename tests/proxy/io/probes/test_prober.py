@@ -97,6 +97,22 @@ async def test_of_many_engines_most_looks_ask_only_whether_they_live(registry, e
     assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "pdrelay")}
 
 
+async def test_an_engine_that_no_request_reached_is_asked_anew_though_it_missed_no_probe(registry, engines):
+    """It may have been restarted between two probes: with another connector, other files, other adapters."""
+    members = [add(registry, port=number + 1) for number in range(100)]
+    async with prober(registry, engines, health_check_interval_s=0.2).running():
+        await until_async(lambda: engines.readings == 100)
+        engines.facts = EngineCapabilities(frozenset({"m", "x"}), "0.33")
+        engines.shown = Numbers(EngineCapabilities(connector="nixl"))
+        members[7].life.failed(RequestId("r"), Failure.UNREACHABLE, now=now())
+        looks = engines.looks
+        await until_async(lambda: engines.looks >= looks + 150)
+
+    assert engines.readings == 101
+    assert members[7].facts.models == {"m", "x"}
+    assert (members[7].facts.connector, members[7].facts.fingerprint) == ("nixl", None)
+
+
 async def test_engines_that_differ_are_told_once(registry, engines, caplog):
     """In the log, with what differs; not with each request, and not with each probe."""
     decode, prefill = add(registry), add(registry, Role.PREFILL, 2)

@@ -74,8 +74,8 @@ def test_with_a_module_path_the_name_is_known_too():
 
 def test_our_numbers_pass_through_it():
     """From one process to another as plain data, under the class's name."""
-    there = MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats.from_report(STATS).to_dict()})
-    here = MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats.from_report(STATS)})
+    there = MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats(STATS).to_dict()})
+    here = MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats(STATS)})
     both = there.aggregate(here)
 
     assert both.reduce() == {"PDRelayConnector": {"loads": 6}}
@@ -91,7 +91,7 @@ def test_our_metrics_and_our_layout_in_any_order(model, connectors):
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     try:
         metrics = MultiConnector.build_prom_metrics(config, types, ["model_name"], {0: ["m"]})
-        metrics.observe({"PDRelayConnector": PDRelayStats.from_report(STATS).to_dict()})
+        metrics.observe({"PDRelayConnector": PDRelayStats(STATS).to_dict()})
 
         assert REGISTRY.get_sample_value("vllm:pdrelay_loads_total", {"model_name": "m"}) == 3
         assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"

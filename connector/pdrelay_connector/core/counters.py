@@ -364,14 +364,14 @@ def merge(reports: Sequence[StatsReport]) -> StatsReport:
     and counted.
     """
     counters: Counter[str] = Counter()
-    merged = StatsReport(gauges={}, peer_loads={}, failures={})
+    merged = StatsReport()
     for report in reports:
         counters.update(report.counters)
         merged.gauges.update(report.gauges)
-        merged.transfers = [*merged.transfers, *report.transfers]
-        merged.incompatible = [*merged.incompatible, *report.incompatible]
-        merged.compatible = [*merged.compatible, *report.compatible]
-        merged.events = [*merged.events, *report.events]
+        merged.transfers += report.transfers
+        merged.incompatible += report.incompatible
+        merged.compatible += report.compatible
+        merged.events += report.events
         merged.failures.update(report.failures)
         for engine, loads in report.peer_loads.items():
             merged.peer_loads[engine] = dict(

@@ -6,6 +6,7 @@ It only translates vLLM's hooks.
 import os
 from typing import Any
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -105,11 +106,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
         The log line merges all reports of its interval, and would copy all events with each step.
         """
-        return (
-            PDRelayStats(data={**data, "events": []})
-            if data
-            else PDRelayStats.from_report(StatsReport())
-        )
+        return PDRelayStats(msgspec.convert({**(data or {}), "events": []}, StatsReport))
 
     @classmethod
     def build_prom_metrics(

@@ -389,7 +389,7 @@ class PDRelayConnectorScheduler:
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take_report(), changed])
         report = dated(report, self._clock, self._wall_clock)
-        return PDRelayStats.from_report(report) if report else None
+        return PDRelayStats(report) if report else None
 
     def _block_pool(self) -> BlockPool:
         if self._pool is None:

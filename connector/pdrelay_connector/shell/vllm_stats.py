@@ -1,7 +1,6 @@
 """The connector's numbers in vLLM's log line, and its Prometheus metrics (vllm:pdrelay_...)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -37,30 +36,29 @@ INCOMPATIBLE = (
 )
 
 
-def _report(data: dict[str, Any]) -> StatsReport:
-    return msgspec.convert(data, StatsReport)
-
-
-@dataclass
 class PDRelayStats(KVConnectorStats):
-    """One report, as the plain data that vLLM passes between its processes."""
+    """One report, of which vLLM asks for plain data before it passes it to API servers."""
 
-    @classmethod
-    def from_report(cls, report: StatsReport) -> "PDRelayStats":
-        """Wrap a report."""
-        return cls(data=msgspec.to_builtins(report))
+    def __init__(self, report: StatsReport) -> None:
+        self.report = report
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The report as plain data."""
+        plain: dict[str, Any] = msgspec.to_builtins(self.report)
+        return plain
 
     def reset(self) -> None:
         """Clear the report."""
-        self.data = msgspec.to_builtins(StatsReport())
+        self.report = StatsReport()
 
-    def aggregate(self, other: KVConnectorStats) -> "PDRelayStats":
-        """Add another rank's or interval's numbers."""
-        return PDRelayStats.from_report(merge([_report(self.data), _report(other.data)]))
+    def aggregate(self, other: "PDRelayStats") -> "PDRelayStats":
+        """Add another rank's or interval's numbers: with each step those of a log line grow."""
+        return PDRelayStats(merge([self.report, other.report]))
 
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers of one log line."""
-        report = _report(self.data)
+        report = self.report
         shown: dict[str, int | float] = {**report.counters, **report.gauges}
         if report.transfers:
             seconds = sum(sample.seconds for sample in report.transfers)
@@ -76,7 +74,7 @@ class PDRelayStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether the report is empty."""
-        return not _report(self.data)
+        return not self.report
 
 
 class PDRelayPromMetrics(KVConnectorPromMetrics):
@@ -154,7 +152,7 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
-        report = _report(transfer_stats_data)
+        report = msgspec.convert(transfer_stats_data, StatsReport)
         for name, value in report.counters.items():
             self._counters[name][engine_idx].inc(value)
         for name, gauge in report.gauges.items():

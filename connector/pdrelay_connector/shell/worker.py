@@ -366,7 +366,7 @@ class PDRelayConnectorWorker:
     def stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call."""
         report = dated(self._outbox.take_report(), time.monotonic, WALL_CLOCK)
-        return PDRelayStats.from_report(report) if report else None
+        return PDRelayStats(report) if report else None
 
     def stop(self) -> None:
         """End the threads."""

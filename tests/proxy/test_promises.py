@@ -13,7 +13,6 @@ import socket
 import ssl
 import time
 import tracemalloc
-from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -21,7 +20,6 @@ import pytest
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import GenerationRequest, Role
-from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.io.log_formats import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
@@ -164,10 +162,6 @@ PARTS = (
 PARTS += ("PrefillLeg", "DecodeLeg")
 
 
-def named(*names):
-    return Counter(type(one).__name__ for one in gc.get_objects() if type(one).__name__ in names)
-
-
 def alive(*kinds):
     return sum(type(one) in kinds for one in gc.get_objects())
 
@@ -235,37 +229,6 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(options):
     assert set(whole_ones) == {200}
 
 
-@RESUMING
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("hangs_up", [True, False])
-def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options, stream, hangs_up):
-    """Many clients open a connection for each request, and the collector looks seldom."""
-    slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
-
-    async def scene():
-        async with staged(
-            **options, features=(WhySettings(request_history=0),)
-        ) as stage:  # else records are kept on purpose
-            await stage.ask(asks(stream=stream))
-            await stage.settled()
-            with no_collector():
-                before = named(*PARTS)
-                for number in range(2, 5):
-                    stage.cast.acts["decode"] += [slow] if hangs_up else []
-                    reader, writer = await stage.client()
-                    writer.write(asks(stream=stream))
-                    if hangs_up:
-                        await until(lambda count=2 * number: len(stage.cast.heard) == count)
-                    else:
-                        await answer(reader)
-                    writer.close()
-                    await until(lambda: not stage.state.connections)
-                await stage.settled()
-                await until(lambda: not named(*PARTS) - before)  # what waits to be told is told in a moment
-
-    play(scene())
-
-
 def test_a_connection_over_tls_says_at_any_time_whether_its_answer_is_read(tmp_path):
     """A router that ends asks each; uvloop takes its socket away before it says that the connection is lost."""
     authority = Authority(tmp_path, "ca")
@@ -315,25 +278,6 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(tmp_path)
             return await asyncio.wait_for(reader.readuntil(b"\r\n"), PATIENCE_S)
 
     assert play(scene()).startswith(b"HTTP/1.1 401 ")
-
-
-@RESUMING
-@pytest.mark.parametrize("size", [1000, 200_000])
-def test_a_client_that_leaves_is_noticed_however_long_its_body(log, options, size):
-    """Reading is paused for a long body; whoever does not go on with it sees no client go."""
-
-    async def scene():
-        async with staged({"prefill": (SILENT,)}, **options) as stage:
-            _, writer = await stage.client()
-            writer.write(asks(stream=True, prompt="z" * size))
-            await until(lambda: stage.served("prefill") == 1)
-            writer.close()
-            await stage.settled()
-            await until(lambda: lines(log))
-
-    play(scene())
-
-    assert [line["status"] for line in lines(log)] == [499]
 
 
 # Our own faults
@@ -466,20 +410,6 @@ def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(log, s
 
     assert grown < SIZE // 3
     assert after == before
-
-
-def test_a_stream_that_ends_before_its_first_event_leaks_no_connection():
-    """It was read to its end, and so the connection is good for the next one."""
-    empty = Act(((0.0, whole(b": hi\n\n", kind=b"text/event-stream")),))
-
-    async def scene():
-        async with staged({"decode": (empty,) * 5}, retries=0, circuit_breaker_failures=100) as stage:
-            statuses = [(await stage.ask(asks(stream=True))).status for _ in range(5)]
-            await stage.settled()
-            await until(lambda: stage.connections("decode") <= 1)
-            return statuses
-
-    assert play(scene()) == [502] * 5
 
 
 def token(text, number):

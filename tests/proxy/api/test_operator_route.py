@@ -5,16 +5,14 @@ import logging
 import re
 from dataclasses import replace
 
-import httpx
 import pytest
 
 from pdrelay_proxy.api.operator_bodies import SMALL_BODY
 from pdrelay_proxy.api.operator_route import OPERATORS
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.admission.admin_key import fingerprint
-from pdrelay_proxy.known_settings import needs_restart
 from pdrelay_proxy.settings import Settings
-from support.sim import InMemory, router, sims, until_async
+from support.sim import router, sims, until_async
 
 KEY = {"X-Api-Key": "sesame", "content-type": "application/json"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -82,42 +80,6 @@ async def test_a_key_that_was_rotated_opens_nothing_and_the_new_one_everything(k
     assert (before, after) == ([OPENED, CLOSED], [CLOSED, OPENED])
     assert fingerprint(b"sesame-22") in caplog.text
     assert "sesame" not in caplog.text
-
-
-async def test_sighup_reads_the_key_too_and_another_file(key_files):
-    """As it does with the keys of clients and of engines."""
-    first, second = settings_of(key_files), settings_of(key_files, "other")
-    (key_files / "other").write_text("sesame-3")
-    network = InMemory(sims())
-    built = build(first, fabric=network.fabric)
-    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
-    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        (key_files / "admin").write_text("sesame-2\n")
-        built.live.prepared(first, first)()
-        renewed = [await opened_by(client, key) for key in ("sesame-1", "sesame-2")]
-        built.live.prepared(first, second)()
-        other = [await opened_by(client, key) for key in ("sesame-2", "sesame-3")]
-
-    assert (renewed, other) == ([CLOSED, OPENED], [CLOSED, OPENED])
-    assert needs_restart(first, second) == []
-
-
-async def test_sighup_reads_the_join_key_too_and_another_file(key_files):
-    """A file that is named for the first time is the first join key."""
-    (key_files / "join").write_text("join-me")
-    first = settings_of(key_files)
-    second = replace(first, join_key_file=str(key_files / "join"))
-    network = InMemory(sims())
-    built = build(first, fabric=network.fabric)
-    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
-    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        statuses = []
-        for settings in (first, second, first):
-            built.live.prepared(first, settings)()
-            statuses.append((await client.get("/instances", headers={"X-Api-Key": "join-me"})).status_code)
-
-    assert statuses == [401, 200, 401]
-    assert needs_restart(first, second) == []
 
 
 @pytest.mark.parametrize("path", PATHS[:-1])

@@ -4,12 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.counters import Counters, Histogram
-from pdrelay_proxy.core.model import Instance, InstanceId, Role
 
-P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
-D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))
 PATH = "/v1/completions"
 
 
@@ -48,26 +44,3 @@ def test_paths_that_are_not_ours_have_one_label():
     seen = Counters(frozenset({PATH}))
 
     assert [seen.label(path) for path in (PATH, "/v1/1", '/v1/"\n')] == [PATH, "other", "other"]
-
-
-def test_instances_that_are_gone_are_forgotten():
-    """Their counters would stay in every scrape for ever."""
-    seen = Counters(frozenset({PATH}))
-    for instance in (P, D):
-        seen.legs[instance.id, instance.role, "ok"] += 1
-        seen.answer_times(instance).observe(0.5)
-        seen.releases[instance.id, "freed"] += 1
-        seen.transfers[instance.id, "none"] += 1
-        seen.transfers_missing[(instance.id,)] += 1
-        seen.unreachable_hosts[(instance.id,)] += 1
-        seen.cache_misses[(instance.id,)] += 1
-        seen.engine_tls_failures[instance.id, "expired"] += 1
-    seen.mismatches[P.id, D.id] += 1
-    seen.keep(frozenset({P.id}))
-
-    of_transfers = seen.releases, seen.transfers, seen.transfers_missing, seen.unreachable_hosts
-    for counted in (seen.legs, *of_transfers, seen.cache_misses, seen.engine_tls_failures):
-        assert {key[0] for key in counted} == {P.id}
-    assert set(seen.prefill_times.by_key) == {(P.id,)}
-    assert not seen.decode_ttft.by_key
-    assert not seen.mismatches

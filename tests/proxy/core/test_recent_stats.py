@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.model import InstanceId, RequestId
+from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats, RollingSeries
 from pdrelay_proxy.core.schemas import Bin
 
@@ -100,14 +100,3 @@ def test_only_the_latest_failures_are_remembered():
 
     assert len(recent.failures) == 50
     assert [failure.request for failure in recent.failures][:2] == ["r199", "r198"]
-
-
-def test_instances_that_are_gone_are_forgotten():
-    """In a fleet that breathes there is no end of them."""
-    recent = RecentStats()
-    for name in ("decode-0", "decode-1"):
-        recent.legs[InstanceId(name)].add_all([0.0], now=1.0)
-        recent.answers[InstanceId(name)].add_all([0.0], now=1.0)
-    recent.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
-
-    assert list(recent.legs) == list(recent.answers) == ["decode-1"]

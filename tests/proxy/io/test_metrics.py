@@ -111,16 +111,6 @@ def test_two_routers_in_one_process_do_not_share_a_number():
     assert not any(name == "pdrelay_kv_releases_total" for name, *_ in other.scrape())
 
 
-def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
-    """Its legs may go on, and are nobody's."""
-    world = World(1, 2)
-    for instance in world.decode:
-        world.telemetry.legs_over(instance, [], [0.1], 1.0)
-    world.registry.remove(world.decode[1].id, now=0.0)
-
-    assert {key[2] for key in world.scrape() if key[0] == "pdrelay_legs_total"} == {"decode-0"}
-
-
 def test_both_formats_of_prometheus_are_spoken():
     """The scraper chooses."""
     world = World()

@@ -60,13 +60,3 @@ async def test_where_no_choice_goes_by_it_nobody_is_asked(settings):
 
     assert [len(fleet[name].log) for name in ("p0", "p1")] == [2, 2]
     assert {entry.headers.get(ASKED) for name in ("p0", "p1") for entry in fleet[name].log} == {None}
-
-
-async def test_an_engine_that_says_nothing_is_served_as_before():
-    """Older versions know nothing of it."""
-    fleet = sims(2, 1)
-
-    answers = await served(fleet, Settings(prefill_policy=PolicyName.LEAST_LOADED), times=4)
-
-    assert {answer.status_code for answer in answers} == {200}
-    assert [len(fleet[name].log) for name in ("p0", "p1")] == [2, 2]

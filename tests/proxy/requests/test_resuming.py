@@ -166,25 +166,6 @@ async def test_an_adapter_goes_on_with_the_weights_that_it_began_with():
     assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-3"]
 
 
-async def test_other_weights_are_not_what_comes_next_either():
-    """Where the engine that was to go on cannot be reached, its leg is sent to another one."""
-
-    async def decode(leg):
-        if leg.instance.id == "decode-2":
-            raise EngineError("gone", reached=False)
-        return await script(leg)
-
-    script = breaking(2, 2, 2)
-    engines = Scripted(pulled_prefill, decode)
-    router = router_of(engines, y=3, resume_streams=True)
-    weigh(router, "/m/1", "/m/2", "/m/1")
-    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
-
-    assert client.error == ("EngineError", "broke off")
-    assert "decode-1" not in {leg.instance.id for leg in engines.of(Role.DECODE)}
-    assert router.is_idle()
-
-
 @pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}], ids=str)
 @pytest.mark.parametrize("api", BODIES)
 @pytest.mark.parametrize("x", [0, 1])

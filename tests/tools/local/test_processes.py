@@ -19,14 +19,6 @@ pytestmark = pytest.mark.processes
 
 
 SLEEPER = "import time; time.sleep(60)"
-SERVER = """
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 # Answers the requests for each path with the path's statuses in turn, and the last of them for ever.
 FICKLE = """
 import sys
@@ -94,18 +86,6 @@ def fleet(tmp_path):
         yield fleet
 
 
-def test_ready_means_that_it_serves(fleet):
-    """An engine runs for half a minute before it serves."""
-    (port,) = free_ports(1)
-    seen = []
-    child = fleet.start(command(SERVER, str(port), port=port))
-
-    fleet.wait_ready([child], timeout_s=20, report=lambda names, _: seen.append(names))
-
-    assert child.alive
-    assert all(names == ["child"] for names in seen)
-
-
 def test_ready_means_that_all_serve_at_the_same_time(fleet):
     """A router is healthy until its first look at engines that still load, and again when it has seen them serve."""
     (port,) = free_ports(1)
@@ -118,15 +98,6 @@ def test_ready_means_that_all_serve_at_the_same_time(fleet):
 
     answers_left = int(httpx.get(router.health_url, trust_env=False, timeout=20).text)
     assert answers_left == 0  # the wait took all but the last one
-
-
-def test_output_goes_to_the_log(fleet, tmp_path):
-    """Standard output and error, in the order they were written."""
-    child = fleet.start(command("import sys; print('out', flush=True); print('err', file=sys.stderr)"))
-    child.wait(20)
-
-    assert child.log == tmp_path / "logs" / "child.log"
-    assert child.tail() == "out\nerr"
 
 
 def test_a_child_that_dies_ends_the_wait_at_once(fleet):

@@ -1,15 +1,11 @@
 """Requests go where their prompt is cached, as engines tell it: whoever sent it there, and not where it was evicted."""
 
-import contextlib
-
 import httpx
 import pytest
 
-from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.settings import Settings
 from support.cache_followers import FOLLOWING, explained
-from support.sim import cluster, fleet, serving, until
+from support.sim import cluster, until
 
 pytestmark = pytest.mark.edges
 
@@ -80,44 +76,3 @@ def _post(router, api):
     answer = httpx.post(f"http://{router}{api}", json=asked, timeout=20)
     assert answer.status_code == 200, answer.text
     return answer.headers["server-timing"]
-
-
-def test_salts_keep_prompts_apart():
-    """A prompt with another salt is new everywhere."""
-    with cluster(1, 1, FOLLOWING, cache_blocks=100) as found:
-        found.engines["d0"].cache.use(IDS, "mine")
-        knows(found.router, {"prefill-0": 0, "decode-0": 384}, cache_salt="mine")
-
-        assert known(found.router) == {"prefill-0": 0, "decode-0": 0}
-        assert known(found.router, cache_salt="yours")["decode-0"] == 0
-
-
-def test_an_engine_without_events_is_known_by_what_it_was_sent():
-    """As without the setting; the others are asked."""
-    with contextlib.ExitStack() as stack:
-        engines, at, _ = stack.enter_context(fleet(1, 1, cache_blocks=100))
-        engines["d0"].cache, told = None, engines["d0"].cache
-        settings = {name: getattr(FOLLOWING, name) for name in FOLLOWING.__dataclass_fields__}
-        settings |= {"prefill": (at["p0"],), "decode": (at["d0"],)}
-        router = stack.enter_context(serving(build(Settings(**settings)).app))
-        knows(router, {"prefill-0": 0})
-        timings = [ask(router), ask(router)]
-        until(lambda: shown(router) >= SHOWN)
-        disconnects = 'pdrelay_kv_event_disconnects_total{instance="decode-0",reason="refused"}'
-        refused = [line for line in shown(router) if line.startswith(disconnects)]
-
-    assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True]
-    assert told.has(IDS) == 0
-    assert refused  # at least once: an engine is asked again when it is known to be up
-
-
-SHOWN = {
-    'pdrelay_kv_event_connections{instance="decode-0",state="refused"} 1.0',
-    'pdrelay_kv_event_connections{instance="prefill-0",state="following"} 1.0',
-    'pdrelay_kv_index_blocks{instance="prefill-0"} 25.0',
-    'pdrelay_kv_events_total{event="stored",instance="prefill-0"} 25.0',
-}
-
-
-def shown(router):
-    return set(httpx.get(f"http://{router}/metrics", timeout=20).text.splitlines())

@@ -95,39 +95,6 @@ def test_what_engines_have_of_a_text_is_known_by_their_events(body, mode):
     assert asked_for_ids(found) == [True]
 
 
-def test_later_turns_of_a_chat_are_served_by_its_decode_engine_until_it_has_evicted_them():
-    """An eviction is seen before the next turn, which goes over a prefill engine again."""
-    with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
-        followed(found)
-        said, alone = [LONG], []
-        for turn in range(6):
-            if turn == 3:
-                found.engines["d0"].cache.use(range(50_000, 53_200))  # all of its cache
-                has(found, said, 0)
-            text, is_alone = ask(found, chat(*said))
-            alone.append(is_alone)
-            if not is_alone:
-                has(found, said, whole(chat(*said)))
-            said += [text, f"and turn {turn}?"]
-        last = explained(found, chat(*said))
-
-    assert alone == [False, True, True, False, True, True]
-    assert last["cached_known_by"] == {"prefill-0": "events_and_sent", "decode-0": "events_and_sent"}
-    assert not found.engines["d0"].violations
-
-
-def test_a_restarted_engine_is_known_to_have_nothing():
-    """Before the memory of what was sent would have noticed."""
-    with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
-        followed(found)
-        ask(found, chat(LONG))
-        knows(found, chat(LONG), {"prefill-0": whole(chat(LONG)), "decode-0": whole(chat(LONG))})
-        found.engines["d0"].restart()
-        knows(found, chat(LONG), {"prefill-0": whole(chat(LONG)), "decode-0": 0})
-
-        assert not ask(found, chat(LONG))[1]
-
-
 @pytest.mark.parametrize(
     "body",
     [

@@ -79,19 +79,6 @@ def test_the_slower_way_of_a_pair_is_given_up(slow):
     assert not violations(engines)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_requests_that_come_at_the_same_time_are_right_both_ways(stream):
-    """Half are pulled and half pushed while nothing is known."""
-    engines = sims(2, 2, mode="auto")
-    async with router(engines, settings()) as client:
-        await until_known(client)
-        await asyncio.gather(*[ask(client, stream) for _ in range(40)])
-
-    taken = [way for name in ("d0", "d1") for way in ways(engines[name])]
-    assert set(taken) == set(WAYS)
-    assert not violations(engines)
-
-
 @pytest.mark.parametrize("fixed", WAYS)
 async def test_the_operator_can_fix_the_way(fixed):
     """``--kv-transfer-mode``."""
@@ -102,20 +89,6 @@ async def test_the_operator_can_fix_the_way(fixed):
             await ask(client)
 
     assert set(ways(engines["d0"])) == {fixed}
-    assert not violations(engines)
-
-
-async def test_an_engine_that_restarts_is_tried_anew():
-    """Another engine at the same address: requests keep their text, whatever was known of the one before."""
-    engines = sims(mode="auto", moves_s={"pull": 0.05})
-    async with router(engines, settings()) as client:
-        await until_known(client)
-        for _ in range(12):
-            await ask(client)
-        engines["p0"].restart()
-        for _ in range(4):
-            await ask(client)
-
     assert not violations(engines)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.settings import Settings
-from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.loads import FAILURE_TEXT
 from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
@@ -151,81 +150,6 @@ async def test_operators_see_how_fast_kv_moves():
     # Not the same number: another transfer may have been read in between.
     assert row["bytes_per_s"] == pytest.approx(2e9)
     assert page["rows"][0][page["columns"].index("KV rate")] == "2 GB/s"
-
-
-async def test_what_prefill_engines_write_is_seen_at_them():
-    """In push it is the prefill engine that moves KV, and counts it."""
-    async with world(1, 1, replace(OPEN, health_check_interval_s=0.05)) as running:
-        p0, d0 = running.engines["p0"], running.engines["d0"]
-        async with asyncio.timeout(PATIENCE_S):
-            while (row := (await running.pairs())[1].get(CUT)) is None or row["bytes_per_s"] is None:
-                await running.ask()  # they cannot meet, so the decode engine counts nothing
-                p0.loads.moved[d0.engine_id] = (5e6, 0.01)
-                await asyncio.sleep(0.02)
-
-    assert row["bytes_per_s"] == pytest.approx(5e8)
-
-
-async def test_one_request_shows_that_they_can_meet_again():
-    """The firewall was opened: the pair is used as before."""
-    async with world() as running:
-        await running.until_resting()
-        running.now += 31.0
-        tried = [await running.ask() for _ in range(8)].count(CUT)
-        await running.until_trial_has_failed()
-        running.engines["d0"].loads.unmet.clear()
-        running.now += 100.0
-        await running.until_resting(0)
-        after = [await running.ask() for _ in range(8)]
-
-    assert tried == 1
-    assert CUT in after
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_requests_that_fail_between_two_engines_are_served_by_others(stream):
-    """With kv_load_failure_policy fail the decode engine ends them with an error; so does it with vLLM's connector."""
-    async with world(shows=False, recomputes=False) as running:
-        async with asyncio.timeout(PATIENCE_S):
-            while (await running.metric("pdrelay_pairs_resting")) != 1:
-                running.now += 1.0
-                await running.ask(stream=stream)
-        after = [await running.ask(stream=stream) for _ in range(8)]
-        _, rows = await running.pairs()
-        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
-
-    assert CUT not in after
-    assert rows[CUT]["reason"] == "engine_error"
-    assert rows[CUT]["failures"] == {"http_5xx": 3}
-    assert {row["state"] for row in page} <= {"healthy", "starting"}
-
-
-async def test_an_engine_that_fails_everywhere_is_ejected_and_no_pair_is_blamed():
-    """The fault is its own."""
-    async with world(shows=False) as running:
-        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
-        for _ in range(24):
-            running.now += 0.5
-            await running.ask()
-        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
-        resting = await running.metric("pdrelay_pairs_resting")
-
-    assert {row["id"]: row["state"] for row in page}["decode-0"] == "ejected"
-    assert resting == 0
-
-
-async def test_a_prefill_engine_that_was_restarted_is_met_anew():
-    """It has another id, which the router reads as soon as a decode engine shows one that it does not know."""
-    async with world() as running:
-        await running.until_resting()
-        running.engines["p0"].restart()
-        running.engines["d0"].loads.unmet[running.engines["p0"].engine_id] = "refused"
-        running.now += 31.0
-        async with asyncio.timeout(PATIENCE_S):
-            while (await running.pairs())[1][CUT]["reason"] != "refused":
-                running.now += 100.0
-                await running.ask()
-                await asyncio.sleep(0.02)
 
 
 async def test_pairs_are_for_operators():

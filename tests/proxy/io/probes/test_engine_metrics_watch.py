@@ -114,18 +114,6 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
     assert not world.telemetry.counters.transfers_missing
 
 
-async def test_what_was_counted_of_engines_that_left_is_forgotten():
-    """Also where nobody reads the metrics: engines come and go, and ids are never used again."""
-    world = World()
-    world.serve()
-    world.registry.remove(world.wet.id, now=0)
-    await world.watch.read_engines()
-
-    assert {key[0] for key in world.telemetry.counters.legs} == {"prefill-0", "decode-0"}
-    assert world.telemetry.recent.legs.keys() == {"prefill-0", "decode-0"}
-    assert world.telemetry.transfers_expected == {"decode-0": 1}
-
-
 async def test_it_looks_for_as_long_as_the_router_serves(caplog):
     """Also after something unforeseen, and not for longer."""
     caplog.set_level(logging.ERROR)

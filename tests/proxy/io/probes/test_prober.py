@@ -1,8 +1,6 @@
 """Looking at all engines again and again."""
 
 import asyncio
-import random
-from collections import Counter
 
 import pytest
 
@@ -15,7 +13,7 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
+from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.prober import DRAIN_IDLE_S, HUNG_S, Prober
 from pdrelay_proxy.settings import Settings
 from support.sim import until_async
@@ -86,17 +84,6 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
     assert engines.readings == 1
 
 
-async def test_of_many_engines_most_looks_ask_only_whether_they_live(registry, engines):
-    """What each of them is was asked once, with its connector, and is still known."""
-    members = [add(registry, port=number + 1) for number in range(100)]
-    async with prober(registry, engines, health_check_interval_s=0.2).running():
-        await until_async(lambda: engines.looks >= 300)
-
-    assert engines.whole_looks < engines.looks / 2
-    assert engines.readings == 100
-    assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "pdrelay")}
-
-
 async def test_an_engine_that_no_request_reached_is_asked_anew_though_it_missed_no_probe(registry, engines):
     """It may have been restarted between two probes: with another connector, other files, other adapters."""
     members = [add(registry, port=number + 1) for number in range(100)]
@@ -113,20 +100,8 @@ async def test_an_engine_that_no_request_reached_is_asked_anew_though_it_missed_
     assert (members[7].facts.connector, members[7].facts.fingerprint) == ("nixl", None)
 
 
-async def test_engines_that_differ_are_told_once(registry, engines, caplog):
-    """In the log, with what differs; not with each request, and not with each probe."""
-    decode, prefill = add(registry), add(registry, Role.PREFILL, 2)
-    registry.learn(decode.instance.id, EngineCapabilities(revision="a"))
-    registry.learn(prefill.instance.id, EngineCapabilities(revision="b"))
-    async with prober(registry, engines, health_check_interval_s=0.05).running():
-        await until_async(lambda: engines.looks >= 8)
-
-    lines = [record.message for record in caplog.records if "shares no request" in record.message]
-    assert lines == ["decode-0 shares no request with prefill-0: the revision is b there and a here"]
-
-
 async def test_engines_that_are_alike_are_told_of_together(registry, engines, caplog):
-    """A rollout of two pools of 20 has 400 pairs of two kinds; an engine whose KV was refused is one of its own."""
+    """And once: a rollout of two pools of 20 has 400 pairs of two kinds; an engine whose KV was refused is its own."""
     # a look tells nothing, however late it comes
     engines.facts, engines.shown = EngineCapabilities(), Numbers(EngineCapabilities())
     for number in range(20):
@@ -137,14 +112,14 @@ async def test_engines_that_are_alike_are_told_of_together(registry, engines, ca
         registry.learn(prefill.instance.id, EngineCapabilities(revision="a", engine_id=engine_id))
     registry.learn(registry.known(Role.DECODE)[3].id, EngineCapabilities(incompatible=frozenset({"e2"})))
     async with prober(registry, engines, health_check_interval_s=0.05).running():
-        await until_async(lambda: engines.looks >= 40)
+        await until_async(lambda: engines.looks >= 100)
 
-    lines = {record.message for record in caplog.records if "shares no request" in record.message}
-    assert lines == {
+    lines = [record.message for record in caplog.records if "shares no request" in record.message]
+    assert sorted(lines) == [
         "decode-0 shares no request with prefill-0: the revision is b there and a here",
         "decode-3 shares no request with prefill-0: the revision is b there and a here",
         "decode-3 shares no request with prefill-21: it has refused that one's KV cache, and its log says why",
-    }
+    ]
 
 
 async def test_that_slices_are_apart_is_what_was_asked_for(engines, caplog):
@@ -222,53 +197,6 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
     assert "decode-0 has answered no probe for 0.2 s: 3 requests are given up" in caplog.text
 
 
-async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(registry, engines):
-    """It does not hang: it may want a key that we do not have, or say that it is overloaded, and serve on."""
-    member = add(registry)
-    given_up = []
-
-    def give_up(instance, *, silent_s):
-        given_up.append(now())
-        return 1
-
-    async with prober(registry, engines, give_up, health_check_interval_s=0.05, hung_s=0.2).running():
-        await until_async(lambda: member.life.state is HealthState.HEALTHY)
-        engines.sick = ProbeInvalid("answers /health with status 503")
-        await until_async(lambda: member.life.state is HealthState.EJECTED)
-        so_far = engines.looks
-        await until_async(lambda: engines.looks >= so_far + 3)
-        assert (given_up, member.life.why) == ([], "answers /health with status 503")
-        engines.sick, silent_since = ProbeFailed("does not answer /health within 5 s"), now()
-        await until_async(lambda: given_up)
-
-    assert given_up[0] - silent_since >= 0.2
-
-
-async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_given_up(registry, engines):
-    """It is busy with what it has left; only an engine that answers nothing in between hangs."""
-    member = add(registry, Role.PREFILL)
-    given_up = []
-    asked = []
-
-    def give_up(instance, *, silent_s):
-        given_up.append(instance.id)
-        return 1
-
-    async def numbers(instance):
-        asked.append(instance.id)
-        if len(asked) % 2:
-            raise ProbeFailed("does not answer /metrics within 5 s")
-        return engines.shown
-
-    engines.numbers = numbers
-    registry.departures.drain(member.instance.id, now=now())
-    async with prober(registry, engines, give_up, hung_s=0.3).running():
-        await until_async(lambda: len(asked) >= 3)
-        await asyncio.sleep(0.05)
-
-    assert given_up == []
-
-
 async def test_a_bug_in_one_look_does_not_end_the_probing(registry, engines, caplog):
     """It is logged, and the other engines are looked at."""
     add(registry)
@@ -316,29 +244,6 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why
-
-
-def test_the_probes_of_a_large_fleet_are_spread_over_time(registry, engines):
-    """Nothing else is served while one begins, and a hundred and more are due at each glance."""
-    for port in range(1, 1001):
-        add(registry, port=port)
-    begun = []
-
-    async def probed():
-        clock = asyncio.get_running_loop().time
-
-        async def probe(instance, *, is_whole):
-            begun.append(clock())
-            return engines.facts
-
-        engines.probe = probe
-        async with Prober(registry, engines, Settings(), clock, random.Random(7).random).running():
-            await asyncio.sleep(60)
-
-    in_simulated_time(probed())
-    later = Counter(round(at, 3) for at in begun if at > 20)
-    assert max(later.values()) <= 4
-    assert sum(later.values()) >= 40 / 5 * 1000  # and each engine has had its own in time
 
 
 async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engines):
@@ -436,14 +341,3 @@ def test_an_engine_that_never_comes_is_warned_of_once(caplog):
     assert said == [
         (level, "decode-0 is starting: cannot be reached: its name does not resolve") for level in ("INFO", "WARNING")
     ]
-
-
-async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(registry, engines, caplog):
-    """Nobody has to ask for it."""
-    caplog.set_level("INFO", "pdrelay_proxy")
-    member = add(registry)
-    async with prober(registry, engines, health_check_interval_s=0).running():
-        registry.departures.retire(member.instance.id, now=now())
-        await until_async(lambda: not registry.members())
-
-    assert "decode-0 has nothing left, and is forgotten" in caplog.text

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import socket
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -48,28 +47,6 @@ def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts
         run(loop, main(leg_to(engine, scheme=scheme)))
 
     assert all(engine.hung)
-
-
-def test_a_connect_that_is_cancelled_as_it_succeeds_leaves_no_connection(loop, scheme, contexts):
-    """The protocol has been told of its transport, and nobody else has."""
-    theirs, ours = contexts
-
-    def script(_, talk):
-        talk.hung_up()
-
-    async def main(leg):
-        async with WireEngines(Settings(), tls=ours) as engines:
-            for _ in range(5):
-                task = asyncio.create_task(engines.post(leg, timeout_s=5))
-                start = time.monotonic()
-                while not engines.pool._open and time.monotonic() < start + 1:
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait((task,))
-            await until(lambda: not engines.pool._open)
-
-    with raw_engine(script, tls=theirs) as engine:
-        run(loop, main(leg_to(engine, scheme=scheme)))
 
 
 def test_what_connects_while_all_is_closed_is_closed_too(loop, scheme, contexts):

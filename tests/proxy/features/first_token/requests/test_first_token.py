@@ -352,16 +352,6 @@ async def test_an_engine_that_goes_on_alone_is_told_the_model(api, resume):
 
 
 @APIS
-async def test_a_stream_that_breaks_off_behind_the_role_is_gone_on_with(api):
-    """Nothing of it was shown."""
-    body = BODIES[api] | USAGE
-    after = 1 if api is Api.CHAT else 0
-    client = await served(Engines(lambda stream: [*stream[:after], BROKEN]), body, api, y=2)
-
-    assert is_whole(client, body)
-
-
-@APIS
 @pytest.mark.parametrize("retries", [0, 2])
 async def test_a_stream_that_breaks_off_later_ends_with_an_error(api, retries):
     """As always: a retry could not be told from a new answer."""

@@ -536,21 +536,6 @@ async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
     assert fleet.router.is_idle()
 
 
-async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
-    """It is served there: nothing else can."""
-    go_on, prefill = waiting_prefill()
-    fleet = Fleet(prefill=prefill, holds_at=(), y=1)
-    client = fleet.router.start(asked(Api.COMPLETIONS))
-    await until(lambda: fleet.engines.legs)
-    fleet.drain()
-    assert not fleet.router.registry.settle(patience_s=60, now=1.0)
-    go_on.set()
-    await client.end()
-
-    assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.router.is_idle()
-
-
 async def test_a_prompt_does_not_change_to_a_decode_engine_of_another_model():
     """To look for one must not end the look at all other requests."""
     go_on, prefill = waiting_prefill()
@@ -675,21 +660,6 @@ async def test_without_a_prefill_engine_another_decode_engine_computes_the_rest(
     assert fleet.outcomes == {("resumed",): 1}
 
 
-@pytest.mark.parametrize("api", PROMPTS)
-async def test_without_another_decode_engine_the_stream_goes_back(api):
-    """The one that drains has the KV cache, and lives."""
-
-    async def dead(leg):
-        raise EngineError("dead", reached=False)
-
-    fleet = Fleet(then={"decode-1": dead})
-    client = await cut_once(fleet, api)
-
-    assert read(client.body) == whole(api)
-    assert fleet.engines.legs[-1].instance.id == "decode-0"
-    assert fleet.outcomes == {("resumed",): 1}
-
-
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("y", [2, 4])
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
@@ -785,20 +755,6 @@ async def test_what_the_next_engine_takes_for_reasoning_is_not_left_out():
 
     assert client.error is not None
     assert whole(Api.CHAT)[0].startswith(read(client.got)[0])
-
-
-async def test_an_engine_that_breaks_off_behind_the_move_is_followed_by_another():
-    """By the rules of streams that break off."""
-
-    async def breaking(leg):
-        stream = list(events(json.loads(leg.body), name="cmpl-x"))
-        return 200, [*stream[:5], EngineError("broke off")]
-
-    fleet = Fleet(y=3, then={"decode-1": breaking})
-    client = await cut_once(fleet)
-
-    assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.outcomes == {("moved",): 1}
 
 
 async def test_a_stream_that_breaks_off_behind_its_move_goes_back_if_nobody_else_is_left():
@@ -987,23 +943,6 @@ async def test_the_log_and_the_timeline_tell():
     assert "decode=decode-1" in text(record)
     rows = [(row.what, row.where, row.duration_ms) for row in router_timeline(record, 5.0).rows]
     assert rows == [("stream", "decode-0", 2000.0), ("prefill leg", "decode-0", 3000.0)]
-
-
-async def test_two_drains_in_a_row():
-    """The engine that took the stream is drained, too."""
-    fleet = Fleet(y=3, holds_at=[8, 5])
-    client = fleet.router.start(asked(Api.COMPLETIONS))
-    for _ in range(2):
-        await until(lambda: fleet.sent)
-        fleet.sent = 0
-        fleet.drain(client.request.streams_from)
-    await client.end()
-
-    legs = [leg.instance.id for leg in fleet.engines.of(Role.DECODE)]
-    assert read(client.body) == whole(Api.COMPLETIONS)
-    assert len(set(legs)) == 3
-    assert [move.source for move in client.record.moves] == legs[:2]
-    assert len({request_id(leg) for leg in fleet.engines.of(Role.DECODE)}) == 3
 
 
 class TestFullEngines:

@@ -167,17 +167,6 @@ def test_an_engine_that_was_restarted_is_met_anew(world, who):
     assert PAIR in world.pairs()
 
 
-def test_pairs_of_engines_that_left_are_forgotten(world):
-    """Also in the facts of those that stay."""
-    world.fails()
-    world.over()
-    world.registry.remove("prefill-0", now=0.0)
-    world.notes.keep()
-
-    assert world.registry.facts(world.decode()).resting == frozenset()
-    assert len(world.matrix) == len(world.notes.health) == 0
-
-
 def test_first_tokens_are_timed_from_handing_over(world):
     """With both legs sent at once, that is the prefill engine's answer."""
     world.over()

@@ -179,27 +179,6 @@ async def test_what_fails_behind_the_first_token_is_an_error_event(late, error):
     assert router.is_idle()
 
 
-async def test_a_stream_that_breaks_off_ends_all():
-    """With the error that a single one would have ended with."""
-    begun = []
-
-    async def breaking(leg):
-        first, *_ = events(leg)
-        begun.append(leg)
-        if asked(leg)["prompt"] == "two":
-            return 200, [first, EngineError("it broke off")]
-        return 200, [first, never()]
-
-    engines = Scripted(pulled_prefill, breaking)
-    router = router_of(engines, retries=0)
-    client = await router.serve(call(prompt=PROMPTS, stream=True))
-
-    assert client.error == ("EngineError", "it broke off")
-    assert len(begun) == 3
-    assert not engines.open
-    assert router.is_idle()
-
-
 @pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}], ids=["absent", "null", "empty"])
 async def test_prompts_without_a_model_mean_the_one_that_all_engines_serve(fields):
     """Both engines of each get its name, and look at it again: by now they may serve another model."""
@@ -325,23 +304,6 @@ async def test_places_that_others_leave_are_taken_by_the_next_parts():
     assert router.is_idle()
 
 
-async def test_a_client_that_leaves_leaves_all_places():
-    """Those of its parts, too."""
-
-    async def waiting(_):
-        await never()
-
-    engines = Scripted(waiting, decode)
-    router = router_of(engines, limits=Settings(max_concurrency=3))
-    client = router.start(call(prompt=PROMPTS * 2))
-    await until(lambda: len(engines.legs) == 3)
-    client.hang_up()
-    await client.end()
-
-    assert router.gate.admission.admitted == 0
-    assert router.is_idle()
-
-
 async def test_a_rate_counts_prompts():
     """A request that is let in uses up the seconds that come."""
     now = [100.0]
@@ -433,17 +395,6 @@ async def _whole(_):
     return EngineResponse(200, JSON, b'{"choices":[]}')
 
 
-async def test_without_a_prefill_engine_it_stays_whole():
-    """One engine batches all of them."""
-    engines = Scripted(pulled_prefill, _whole)
-    router = router_of(engines, x=0)
-    client = await router.serve(call(prompt=PROMPTS))
-
-    assert client.status == 200
-    assert client.record.single_reason == "no_prefill_engine"
-    assert len(engines.legs) == 1
-
-
 async def test_what_stays_whole_stays_so_when_it_is_sent_again():
     """Though a prefill engine has come meanwhile: two engines cannot share several prompts."""
 
@@ -460,15 +411,6 @@ async def test_what_stays_whole_stays_so_when_it_is_sent_again():
     assert client.status == 200
     assert [leg.instance.role for leg in engines.legs] == [Role.DECODE, Role.DECODE]
     assert asked(engines.legs[1])["prompt"] == PROMPTS
-
-
-async def test_each_is_refused_where_no_engine_may_serve_alone():
-    """As a request with one prompt is."""
-    engines = Scripted(pulled_prefill, _whole)
-    client = await router_of(engines, x=0, decode_only_fallback=False).serve(call(prompt=PROMPTS))
-
-    assert client.status == 503
-    assert engines.legs == []
 
 
 async def test_answers_that_are_no_completions():

@@ -241,39 +241,43 @@ hooks: $(STAMPS)/dev ## check every commit before it is made
 
 .PHONY: bench-connector
 bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmarks/connector.md, 20 minutes, on an idle machine; ONLY=ABCD QUICK=1
-	$(BIN)/python benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.connector.bench $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-limits
 bench-limits: $(STAMPS)/dev ## each cost beside its floor in the same run: docs/benchmarks/connector.md, 5 minutes, on an idle machine; QUICK=1
-	$(BIN)/python benchmarks/limits/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.limits.bench $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-shapes
 bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/connector.md, 4 minutes, on an idle machine; QUICK=1
-	$(BIN)/python benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.shapes.bench $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-router
 bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.md, 30 minutes, on an idle machine; ONLY=short,chat ROUNDS=5 QUICK=1
-	$(BIN)/python benchmarks/router/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.router.bench $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+
+.PHONY: bench-workers
+bench-workers: $(STAMPS)/dev ## two workers beside one, on two cores: docs/benchmarks/router.md, 2 minutes, on an idle machine; QUICK=1
+	$(BIN)/python -m benchmarks.router.workers $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-chats
 bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an oracle: docs/benchmarks/chats.md, 8 minutes, on an idle machine; QUICK=1
-	$(BIN)/python benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.chats.bench $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: fit
 fit: $(STAMPS)/dev ## the engine of pdrelay replay fitted to a real one: .pdrelay/bench/fit.md is a part of docs/replay.md, 4 minutes, on an idle machine
-	$(BIN)/python benchmarks/replay/fit.py
+	$(BIN)/python -m benchmarks.replay.fit
 
 .PHONY: bench-first-token
 bench-first-token: $(STAMPS)/dev ## P's token at the client, beside P's own answers: docs/benchmarks/router.md, 2 minutes, on an idle machine; QUICK=1
-	$(BIN)/python benchmarks/first_token/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.first_token.bench $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-roles
 bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/fleet.md, 15 minutes, on an idle machine; QUICK=1
-	$(BIN)/python benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.roles.bench $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: soak
-soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/router.md, 35 minutes; MINUTES=30
-	$(BIN)/python benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
+soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/router.md, 35 minutes; MINUTES=30 QUICK=1
+	$(BIN)/python -m benchmarks.router.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: soak-transfers
 soak-transfers: $(STAMPS)/dev ## a million transfers over NIXL between two processes: does anything add up? TRANSFERS=1000000 TCP=1
@@ -285,7 +289,7 @@ soak-kinds: $(STAMPS)/dev ## faults without end between engines with caches of e
 
 .PHONY: sim-fleet
 sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1
-	$(BIN)/python benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python -m benchmarks.discovery.simulate $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 ##@ Ship
 

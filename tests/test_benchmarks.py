@@ -7,10 +7,47 @@ import pytest
 
 from benchmarks import page
 from benchmarks.answers.ask import bytes_moved
-from benchmarks.discovery import report, simulate
+from benchmarks.chats import report as chats
+from benchmarks.connector import report as connector
+from benchmarks.discovery import report as fleet
+from benchmarks.discovery import simulate
+from benchmarks.first_token import bench as first_token
+from benchmarks.limits import bench as limits
+from benchmarks.roles import report as roles
+from benchmarks.router import report as router
+from benchmarks.router import soak, workers
+from benchmarks.shapes import report as shapes
+
+PAGES = {
+    "chats": chats,
+    "connector": connector,
+    "first-token": first_token,
+    "fleet": fleet,
+    "limits": limits,
+    "roles": roles,
+    "router": router,
+    "shapes": shapes,
+    "soak": soak,
+    "workers": workers,
+}
 
 
-def test_a_simulated_fleet_is_measured_and_written(tmp_path):
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_what_its_benchmark_makes_of_the_numbers(name, tmp_path, monkeypatch):
+    """Somebody who repeats a measurement compares a page with this one."""
+    found = page.PAGES / f"{name}.json"
+    copy = tmp_path / found.name
+    before = page.page_of(found).read_text()
+    monkeypatch.setattr(page, "PAGES", tmp_path)
+    page.page_of(copy).write_text(before)
+
+    page.write(json.loads(found.read_text()), copy, PAGES[name].parts, getattr(PAGES[name], "picture", None))
+
+    written = {made.name: made.read_text() for made in tmp_path.iterdir()}
+    assert written == {made: (found.parent / made).read_text() for made in written}
+
+
+def test_a_simulated_fleet_is_measured_and_written():
     """`make sim-fleet`, but for what waits or starts processes."""
     found = json.loads((page.PAGES / "fleet.json").read_text())
     cases = found["choices"]
@@ -23,9 +60,8 @@ def test_a_simulated_fleet_is_measured_and_written(tmp_path):
         "change": simulate.change_of(500),
         "bytes": simulate.wire(10),
     }
-    report.write(found, tmp_path / "fleet.json")
 
-    assert "`expected_ttft`" in (tmp_path / "fleet.md").read_text()
+    assert "`expected_ttft`" in "".join(fleet.parts(found))
 
 
 @pytest.mark.parametrize("name", ["vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum"])

@@ -1,7 +1,7 @@
 """A hundred English questions through a running `make up`, and to one engine alone: are the answers
 equal?
 
-``.venv/bin/python benchmarks/answers/ask.py`` beside a `make up` asks the router at port 8000, and
+``.venv/bin/python -m benchmarks.answers.ask`` beside a `make up` asks the router at port 8000, and
 the decode engine at port 8200 by itself: a cache salt of its own makes it compute the whole prompt.
 Greedy; one request at a time.
 

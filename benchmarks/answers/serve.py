@@ -1,7 +1,7 @@
 """``vllm bench serve``, three times: our router, one engine, and the in-tree connector behind a
 demonstration proxy.
 
-    .venv/bin/python benchmarks/answers/serve.py
+    .venv/bin/python -m benchmarks.answers.serve
 
 Rounds alternate: P and D with our connector, asked through the router and D alone; then P and D
 with vLLM's NixlConnector, asked through ``toy_proxy.py``, which does what vLLM's demonstration
@@ -23,9 +23,7 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.page import table
+from benchmarks import page
 from benchmarks.router.contestants import CONTESTANTS
 from pdrelay_tools.local.plan import SMOLLM2_FOLDER
 from pdrelay_tools.local.processes import Command, open_fleet
@@ -51,6 +49,7 @@ START_S = 600
 
 def main():
     args = arguments()
+    page.end_as_by_ctrl_c()
     os.environ.setdefault(router_kind.CHOICE, "plain")  # as `make up` runs it
     seen = defaultdict(list)
     moved = defaultdict(int)
@@ -177,7 +176,7 @@ def print_table(seen, moved):
         counts = [sum(result[key] for result in results) for key in ("completed", "failed")]
         medians = [f"{statistics.median(result[key] for result in results):.1f}" for key in SHOWN]
         rows.append([name, *counts, f"{moved[name] / 1e6:.0f}", *medians])
-    print(f"\n{table(['asked', 'requests', 'failed', 'KV moved, MB', *SHOWN], rows)}")
+    print(f"\n{page.table(['asked', 'requests', 'failed', 'KV moved, MB', *SHOWN], rows)}")
 
 
 if __name__ == "__main__":

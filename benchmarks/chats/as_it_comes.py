@@ -21,8 +21,7 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
+from benchmarks import page
 from support.cluster import ROOT, free_ports
 from support.words import one_token_words
 
@@ -52,6 +51,7 @@ class Turns:
 
 def main():
     args = arguments()
+    page.end_as_by_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         ports = free_ports(4)
         up, output = start(args, ports, Path(folder))

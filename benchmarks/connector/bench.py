@@ -3,9 +3,11 @@
 ``make bench-connector`` runs everything and writes docs/benchmarks/connector.md, .json and .svg.
 The sections:
 
-A  the decode leg alone, pull; and what idle engines cost B  whole requests, pull and push, engines
-on one host C  whole requests, engines on two hosts with a slow link between them (network
-namespaces: needs root) D  what a decode engine costs while it waits for a push
+A: the decode leg alone, pull; and what idle engines cost.
+B: whole requests, pull and push, engines on one host.
+C: whole requests, engines on two hosts with a slow link between them (network namespaces: needs
+root).
+D: what a decode engine costs while it waits for a push.
 
 The pairs take turns and one runs at a time: vLLM's connector burns a core per engine even when
 idle.
@@ -13,17 +15,12 @@ idle.
 
 import argparse
 import json
-import signal
 import sys
-import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.connector import measure, report
 from benchmarks.connector.client import Client, prompts
-from benchmarks.connector.models import tiny_model, wide_model
+from benchmarks.connector.models import PACKAGES, tiny_model, wide_model
 from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH, running
 from support.netns import lab_available, open_lab
 
@@ -40,15 +37,14 @@ QUICK = {"rounds": 1, DECODE_LEG: 4, WHOLE: 2, LINK: 1}
 
 def main():
     args = arguments()
-    # as Ctrl-C: engines and namespaces go first
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    page.end_as_by_ctrl_c()
     counts = QUICK if args.quick else FULL
     chosen = {SECTIONS[letter] for letter in args.only}
     if LINK in chosen and (why := lab_available()):
         print(f"Without section C: {why}.", file=sys.stderr)
         chosen.remove(LINK)
-    start = time.monotonic()
-    seen = {section: {} for section in chosen}
+    seen = {section: {} for section in SECTIONS.values() if section in chosen}
+    abouts = dict.fromkeys(seen, page.about(*PACKAGES))
     with Client() as client:
         prompt = prompts()
         for round_ in range(counts["rounds"]):
@@ -58,11 +54,8 @@ def main():
                 round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH)
             )
     done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
-    report.write(
-        with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out
-    )
-    print(page.page_of(args.out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
+    report.write(with_earlier(args.out, {"about": abouts, "counts": done, **seen}), args.out)
+    page.show(args.out)
 
 
 def arguments():
@@ -124,8 +117,9 @@ def on_two_hosts(round_, share, seen, client, prompt, kinds):
 def with_earlier(out, seen):
     """Add what was measured before, of the sections that were not measured now."""
     earlier = json.loads(out.read_text()) if out.exists() else {}
-    kept = {name: earlier[name] for name in SECTIONS.values() if name in earlier}
-    return kept | seen | {"counts": earlier.get("counts", {}) | seen["counts"]}
+    return (
+        earlier | seen | {name: earlier.get(name, {}) | seen[name] for name in ("about", "counts")}
+    )
 
 
 def say(round_, kind, parts):

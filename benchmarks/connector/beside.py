@@ -10,21 +10,18 @@ Prints a table of Markdown, with the CPU of engines at rest.
 import argparse
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from benchmarks.connector.client import Client, prompts  # noqa: E402
-from pdrelay_proxy.core.protocol.push import TransferMode  # noqa: E402
-from pdrelay_tools.local.model import ensure_model  # noqa: E402
-from pdrelay_tools.local.processes import open_fleet  # noqa: E402
-from pdrelay_tools.local.recipe import Connector, Role, engine  # noqa: E402
-from support.cluster import engine_spec  # noqa: E402
-from support.proc import cpu_seconds  # noqa: E402
+from benchmarks import page
+from benchmarks.connector.client import Client, prompts
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector, Role, engine
+from support.cluster import ROOT, engine_spec
+from support.proc import cpu_seconds
 
 LOGS = ROOT / ".pdrelay/logs/beside"
 SECRET = "a secret of the benchmark"
@@ -32,6 +29,7 @@ SECRET = "a secret of the benchmark"
 
 def main():
     options = arguments()
+    page.end_as_by_ctrl_c()
     LOGS.mkdir(parents=True, exist_ok=True)
     model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)

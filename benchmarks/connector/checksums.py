@@ -1,19 +1,14 @@
 """What the checksums of sampled blocks cost each engine, in CPU time of the thread that takes them.
 
-``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of
+``nice .venv/bin/python -m benchmarks.connector.checksums`` prints the table of
 docs/connector-leases.md: a cache in host memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV
 heads of 128 dimensions, bfloat16, blocks of 16 tokens), in the layout that the connector asks for.
 Medians of five runs.
 """
 
 import statistics
-import sys
 import time
 import warnings
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -23,10 +18,10 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
     from pdrelay_connector.shell.engine_config import EngineConfig
 
-from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId  # noqa: E402
-from pdrelay_connector.core.layout.cache_groups import CacheGroup  # noqa: E402
-from pdrelay_connector.core.verify.comparison import sums_of  # noqa: E402
-from pdrelay_connector.core.verify.sampling import Sampling  # noqa: E402
+from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.verify.comparison import sums_of
+from pdrelay_connector.core.verify.sampling import Sampling
 
 LAYERS = 32
 HEADS = 8

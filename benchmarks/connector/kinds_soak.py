@@ -14,14 +14,10 @@ import argparse
 import dataclasses
 import os
 import random
-import signal
-import sys
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 # Engines that lose each other have much to say.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -32,6 +28,7 @@ with warnings.catch_warnings():
     from support.kinds_process import LEASE, TRANSFER, KindsProcess, heard
     from support.kinds_table import KINDS
 
+from benchmarks import page
 from support.cluster import free_ports
 
 REQUESTS = 30  # of a story
@@ -357,7 +354,7 @@ def main(argv=None):
     )
     parser.add_argument("--only", help="a word in the names of kinds")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    page.end_as_by_ctrl_c()
     names = [name for name in (*KINDS, *PAIRS) if (args.only or "") in name]
     began = time.monotonic()
     total, stories = Counter(), Counter()

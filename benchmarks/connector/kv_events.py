@@ -1,8 +1,8 @@
 """What serving KV events costs an engine: CPU of its API server for each block, and its time to
 first token.
 
-``kv_events.py``: a table of CPU times, without an engine. ``kv_events.py --engines [--requests N]
-[--tokens N]``: two CPU engines at the same time, one of which serves its events to a reader; each
+``python -m benchmarks.connector.kv_events``: a table of CPU times, without an engine. With
+``--engines``: two CPU engines at the same time, one of which serves its events to a reader; each
 prompt goes to one and then to the other, so that whatever the machine does meanwhile meets both.
 """
 
@@ -11,7 +11,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -21,15 +20,13 @@ from pathlib import Path
 import httpx
 import msgspec
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from pdrelay_connector.core.kv_events.event_hub import KVEventHub  # noqa: E402
-from pdrelay_tools.local.model import ensure_model  # noqa: E402
-from pdrelay_tools.local.processes import open_fleet  # noqa: E402
-from pdrelay_tools.local.recipe import engine  # noqa: E402
-from support.cluster import engine_spec  # noqa: E402
-from support.proc import cpu_by_thread  # noqa: E402
+from benchmarks import page
+from pdrelay_connector.core.kv_events.event_hub import KVEventHub
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import engine
+from support.cluster import ROOT, engine_spec
+from support.proc import cpu_by_thread
 
 SIZE = 16
 PROMPTS = 200
@@ -132,6 +129,7 @@ def batches(chunk):
 
 
 def engines(options):
+    page.end_as_by_ctrl_c()
     LOGS.mkdir(parents=True, exist_ok=True)
     model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)

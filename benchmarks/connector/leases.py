@@ -1,27 +1,22 @@
 """What a message costs an engine that holds many leases, and a decode engine whose queue is
 aborted.
 
-``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of
+``nice .venv/bin/python -m benchmarks.connector.leases`` prints the table of
 docs/benchmarks/connector.md: the cores alone, with a link that goes nowhere. Each figure is CPU
 time of the thread, and the median of three runs.
 """
 
 import gc
 import statistics
-import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
-
-from pdrelay_connector.core.counters import Counters  # noqa: E402
-from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId  # noqa: E402
-from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer  # noqa: E402
-from pdrelay_connector.core.lease.kv_params import PullParams  # noqa: E402
-from pdrelay_connector.core.lease.lease_table import LeaseTable  # noqa: E402
-from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager  # noqa: E402
-from pdrelay_connector.core.messages import (  # noqa: E402
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PullParams
+from pdrelay_connector.core.lease.lease_table import LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import (
     PROTOCOL,
     RankMemory,
     ReadDone,
@@ -30,14 +25,14 @@ from pdrelay_connector.core.messages import (  # noqa: E402
     StagePart,
     Welcome,
 )
-from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected  # noqa: E402
-from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver  # noqa: E402
-from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator  # noqa: E402
-from pdrelay_connector.core.session.peers import PeerTable  # noqa: E402
-from pdrelay_connector.core.session.worker_links import WorkerLinks  # noqa: E402
-from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator  # noqa: E402
-from pdrelay_connector.core.staging.slots import Slots  # noqa: E402
-from support.engines import FINGERPRINT, lent, rank_info  # noqa: E402 (found only now)
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
+from pdrelay_connector.core.staging.slots import Slots
+from support.engines import FINGERPRINT, lent, rank_info
 
 SIZES = (1000, 5000, 20000)
 RUNS = 3

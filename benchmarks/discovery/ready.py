@@ -3,7 +3,7 @@ engines.
 
 Some of them are lost: they accept connections and answer nothing. The engines, the clients and this
 page's clock share one core, the router has the other. ``make sim-fleet`` runs it; alone: ``python
-benchmarks/discovery/ready.py``.
+-m benchmarks.discovery.ready``.
 """
 
 import contextlib
@@ -12,16 +12,13 @@ import json
 import os
 import re
 import socket
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks.router import words
-from benchmarks.router.trial import Cores, engines
+from benchmarks.router.trial import apart, engines
 from support.router_process import KEY, RouterProcess
 
 _CLIENTS = 8  # threads that send requests, each over one connection
@@ -34,7 +31,7 @@ def measure(count, *, lost, requests_s, lasts_s):
     """Return the milliseconds that answers to /ready took, by port: without lost engines, and with
     them.
     """
-    cores = Cores()
+    cores = apart()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdrelay-ready-")))
         _, ports = stack.enter_context(
@@ -70,7 +67,7 @@ def _beside(folder, stack, cores, ports, plan):
     router = _Router(log, "--config", str(config), "--log-level", "info", "--admin-port", "0")
     with contextlib.closing(router):
         router.started()
-        os.sched_setaffinity(router.child.pid, {cores.router})
+        os.sched_setaffinity(router.child.pid, cores.router)
         _wait_for_probes(router, sum(map(len, ports.values())))
         time.sleep(_FOUND_S)
         return _looks(router, *plan)

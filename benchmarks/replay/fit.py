@@ -7,7 +7,7 @@ load alone (the API server's work, what a step costs for each prompt, how much s
 differ) is found by simulating loads that were measured, with other seeds and sizes than those that
 judge the fit. Below four minutes on an idle machine:
 
-    python benchmarks/replay/fit.py
+    python -m benchmarks.replay.fit
 
 writes .pdrelay/bench/engine.json, for ``pdrelay replay --engine``, and .pdrelay/bench/fit.md, a
 part of docs/replay.md.
@@ -18,17 +18,14 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import httpx
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
+from benchmarks.page import end_as_by_ctrl_c
 from pdrelay_tools.local.model import ensure_model
 from pdrelay_tools.local.processes import open_fleet
 from pdrelay_tools.planning.engine_model import EngineModel
@@ -347,6 +344,7 @@ def simulated(model, load):
 
 
 def main():
+    end_as_by_ctrl_c()
     model_dir = ROOT / ".pdrelay/models/tiny"
     ensure_model(model_dir)
     spec = engine_spec(

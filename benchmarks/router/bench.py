@@ -6,17 +6,12 @@ and take turns, each on a core of its own; engines and the load generator share 
 
 import json
 import resource
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.router import report, trial
-from benchmarks.router.contestants import CONTESTANTS, Missing, prepare, versions
+from benchmarks.router.contestants import CONTESTANTS, PACKAGES, RUST_ROUTER, Missing, prepare
 from benchmarks.router.scenarios import IDLE, SCENARIOS
 
 DIRECT = "direct"  # no router: what the load generator sees of an engine
@@ -26,27 +21,24 @@ IDLE_S, QUICK_IDLE_S = 10.0, 3.0
 
 def main():
     args = arguments()
-    start = time.monotonic()
-    # so that the router of the moment ends, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    page.end_as_by_ctrl_c()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # children inherit it
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     missing = {name: said for name in args.routers if (said := lacking(name))}
     routers = [name for name in args.routers if name not in missing]
-    cores = trial.Cores()
+    cores = trial.apart()
     seen = (
         json.loads(args.out.read_text())
         if args.only and args.out.exists()
-        else {"runs": {}, "about": {"quick": []}}
+        else {"about": {}, "runs": {}}
     )
+    seen["missing"] = missing
     for name in args.only or [*SCENARIOS, IDLE]:
         seen["runs"][name] = measured(cores, routers, name, args)
-        quick = [each for each in seen["about"]["quick"] if each != name] + [name] * args.quick
-        seen["about"] = about(cores, args, missing) | {"quick": quick}
+        seen["about"][name] = about()
         report.write(seen, args.out)
-    print(page.page_of(args.out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
+    page.show(args.out)
 
 
 def arguments():
@@ -116,17 +108,12 @@ def one(cores, router, name, *, quick):
         return {"failed": str(exc)}
 
 
-def about(cores, args, missing):
-    """Return what the numbers were measured with."""
-    return {
-        "command": " ".join(["benchmarks/router/bench.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": page.machine(),
-        "apart": cores.router != cores.rest,
-        "rounds": args.rounds,
-        "missing": missing,
-        "versions": versions(),
-    }
+def about():
+    """Return what a scenario was measured with."""
+    found = page.about(*PACKAGES)
+    name, _, number = RUST_ROUTER.partition("==")
+    found["versions"][name] = number
+    return found
 
 
 if __name__ == "__main__":

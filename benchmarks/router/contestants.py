@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from support.compiled import NoCompiler, compiled
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".pdrelay/bench-peers"  # a virtual environment
 RUST_ROUTER = "vllm-router==0.1.17"  # as in the file
+PACKAGES = ("fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")  # of the others
 PEERS_LOCKED = Path(__file__).with_name("requirements-peer.txt")
 
 
@@ -32,18 +32,20 @@ def _urls(ports):
     return [f"http://127.0.0.1:{port}" for port in ports]
 
 
-def _pdrelay(prefill, decode, ports):
-    pdrelay = Path(sys.executable).with_name("pdrelay")
-    return [
-        pdrelay,
-        "serve",
-        "--prefill",
-        *_urls(prefill),
-        "--decode",
-        *_urls(decode),
-        "--port",
-        ports[0],
-    ]
+def _both(prefill, decode):
+    return ["--prefill", *_urls(prefill), "--decode", *_urls(decode)]
+
+
+def _serve(prefill, decode, ports):
+    return ["serve", *_both(prefill, decode), "--port", ports[0]]
+
+
+def _plain(*ports):
+    return [Path(sys.executable).with_name("pdrelay"), *_serve(*ports)]
+
+
+def _compiled(*ports):
+    return ["env", _found_compiled(), *_plain(*ports)]
 
 
 def _found_compiled(*places):
@@ -53,85 +55,51 @@ def _found_compiled(*places):
 _PLACES = 8  # of 32 connections: three requests of four wait for one
 
 
-def _queued(prefill, decode, ports):
-    return [
-        *_compiled(prefill, decode, ports),
-        "--max-concurrency",
-        str(_PLACES),
-        "--max-queue",
-        "1000",
-    ]
-
-
-def _compiled(prefill, decode, ports):
-    return ["env", _found_compiled(), *_pdrelay(prefill, decode, ports)]
+def _queued(*ports):
+    return [*_compiled(*ports), "--max-concurrency", str(_PLACES), "--max-queue", "1000"]
 
 
 # whose compiled modules are those of this Python
 SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 
 
-def _system(prefill, decode, ports):
-    _, *serve = _pdrelay(prefill, decode, ports)
-    return [
-        "env",
-        _found_compiled(sysconfig.get_path("purelib")),
-        SYSTEM,
-        "-m",
-        "pdrelay_proxy.cli",
-        *serve,
-    ]
+def _system(*ports):
+    places = _found_compiled(sysconfig.get_path("purelib"))
+    return ["env", places, SYSTEM, "-m", "pdrelay_proxy.cli", *_serve(*ports)]
 
 
 def _rust(prefill, decode, ports):
-    argv = [
-        PEERS / "bin/vllm-router",
-        "--vllm-pd-disaggregation",
-        "--policy",
-        "round_robin",
-        "--host",
-        "127.0.0.1",
-    ]
+    argv = [PEERS / "bin/vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin"]
     for flag, urls in (("--prefill", _urls(prefill)), ("--decode", _urls(decode))):
         for url in urls:
             argv += [flag, url]
-    return [*argv, "--port", ports[0], "--prometheus-port", ports[1]]
+    return [*argv, "--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
 
 
 def _toy(prefill, decode, ports):
     toy = Path(__file__).with_name("toy_proxy.py")
-    return [
-        sys.executable,
-        toy,
-        "--prefill",
-        *_urls(prefill),
-        "--decode",
-        *_urls(decode),
-        "--port",
-        ports[0],
-    ]
+    return [sys.executable, toy, *_both(prefill, decode), "--port", ports[0]]
 
 
-CONTESTANTS = {
-    "pdrelay": Contestant(
+_ALL = (
+    Contestant(
         "pdrelay",
         "`pdrelay serve` with its defaults: everything on, a log line for every request; compiled",
         _compiled,
     ),
-    "system": Contestant(
-        "system", f"pdrelay under {SYSTEM}, as the distribution has built it", _system
-    ),
-    "plain": Contestant("plain", "pdrelay as Python, as it is in a checkout", _pdrelay),
-    "queued": Contestant(
+    Contestant("system", f"pdrelay under {SYSTEM}, as the distribution has built it", _system),
+    Contestant("plain", "pdrelay as Python, as it is in a checkout", _plain),
+    Contestant(
         "queued", f"pdrelay with `--max-concurrency {_PLACES}`: most requests wait", _queued
     ),
-    "vllm-router": Contestant(
+    Contestant(
         "vllm-router",
         f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`",
         _rust,
     ),
-    "toy": Contestant("toy", "FastAPI and httpx in 90 lines, without a log (`toy_proxy.py`)", _toy),
-}
+    Contestant("toy", "FastAPI and httpx in 90 lines, without a log (`toy_proxy.py`)", _toy),
+)
+CONTESTANTS = {each.name: each for each in _ALL}
 
 
 def prepare(name):
@@ -167,17 +135,6 @@ def _is_installed():
     return (PEERS / "bin/vllm-router").exists() and any(
         PEERS.glob(f"lib/python*/site-packages/{name.replace('-', '_')}-{number}.dist-info")
     )
-
-
-def versions():
-    """Return the versions of what takes part, as far as it has one."""
-    names = ("pdrelay", "fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")
-    said = {name: version(name) for name in names}
-    return {
-        "python": ".".join(map(str, sys.version_info[:3])),
-        **said,
-        "vllm-router": RUST_ROUTER.partition("==")[2],
-    }
 
 
 def environment():

@@ -1,8 +1,8 @@
 """What a request costs the router in memory, in instructions: no socket, no clock, engines that
 answer at once.
 
-    python -P benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on
-    PYTHONPATH python -P benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
+    python -m benchmarks.router.feature_instructions  # every case
+    python -m benchmarks.router.feature_instructions "all, ids" "defaults, ids"
 
 Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the
 first requests are not counted.
@@ -315,7 +315,14 @@ def measured(case, switch):
         "--instr-atstart=no",
         "--callgrind-out-file=/dev/null",
     ]
-    command += [sys.executable, "-P", __file__, "--play", case, str(switch)]
+    command += [
+        sys.executable,
+        "-m",
+        "benchmarks.router.feature_instructions",
+        "--play",
+        case,
+        str(switch),
+    ]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, check=False, timeout=900

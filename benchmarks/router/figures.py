@@ -1,5 +1,6 @@
 """What the runs of a benchmark come to: medians over rounds, ratios within them."""
 
+import operator
 import statistics
 
 from benchmarks.router.contestants import CONTESTANTS
@@ -43,11 +44,11 @@ def added(runs, name, what, share):
 
 
 def good(runs, name, router):
-    return [
-        run
-        for run in runs.get(name, {}).get(router, ())
-        if "failed" not in run and run.get("requests", 1)
-    ]
+    return [run for run in runs.get(name, {}).get(router, ()) if _is_good(run)]
+
+
+def _is_good(run):
+    return "failed" not in run and run.get("requests", 1) > 0
 
 
 def present(runs, name):
@@ -55,28 +56,21 @@ def present(runs, name):
 
 
 def median(runs, name, router, value):
+    """Return the median over rounds; None: nothing was measured."""
     found = [each for run in good(runs, name, router) if (each := value(run)) is not None]
-    if found and isinstance(found[0], str):
-        return sorted(found, key=float)[len(found) // 2]
     return statistics.median(found) if found else None
 
 
-def ratio(runs, name, one, other, value):
-    pairs = zip(runs[name].get(one, ()), runs[name].get(other, ()), strict=False)
+def within_rounds(runs, name, routers, value, compare):
+    """Return the median of what two routers come to in the same round; None: there is no round of
+    both.
+    """
+    both = (runs.get(name, {}).get(router, ()) for router in routers)
     found = [
-        value(a) / value(b)
-        for a, b in pairs
-        if not {"failed"} & (a.keys() | b.keys()) and a["requests"] and b["requests"] and value(b)
+        compare(*map(value, pair)) for pair in zip(*both, strict=False) if all(map(_is_good, pair))
     ]
     return statistics.median(found) if found else None
 
 
-def difference(runs, name, one, other, value):
-    """Return the median of what one has more than the other within rounds."""
-    pairs = zip(runs.get(name, {}).get(one, ()), runs.get(name, {}).get(other, ()), strict=False)
-    found = [value(a) - value(b) for a, b in pairs if _compares(a, b)]
-    return statistics.median(found) if found else None
-
-
-def _compares(*both):
-    return all("failed" not in run and run["requests"] for run in both)
+def ratio(runs, name, routers, value):
+    return within_rounds(runs, name, routers, value, operator.truediv)

@@ -1,5 +1,6 @@
 """What the router has set out to reach, and whether it has."""
 
+import operator
 from typing import NamedTuple
 
 from benchmarks.router.figures import (
@@ -7,7 +8,6 @@ from benchmarks.router.figures import (
     OURS,
     RUST,
     TOY,
-    difference,
     good,
     median,
     mib,
@@ -15,6 +15,7 @@ from benchmarks.router.figures import (
     ratio,
     request_ms,
     token_us,
+    within_rounds,
 )
 from benchmarks.router.scenarios import IDLE
 
@@ -37,47 +38,28 @@ class Goal(NamedTuple):
 
 def of(runs):
     """Return every goal that the runs can tell about."""
-    found = [
-        *_ratios(
-            runs,
-            _REQUESTS,
-            f"CPU a request, {OURS} / {RUST}",
-            (OURS, RUST),
-            request_ms,
-            most=REQUEST_MOST,
-        ),
-        *_ratios(
-            runs, _REQUESTS, f"CPU a request, plain / {RUST}", ("plain", RUST), request_ms, most=1.0
-        ),
-        *_ratios(
-            runs,
-            ("short",),
-            f"CPU a request, queued / {OURS}",
-            ("queued", OURS),
-            request_ms,
-            most=1.3,
-        ),
+    return [
+        *_ratios(runs, _REQUESTS, "CPU a request", (OURS, RUST), request_ms, most=REQUEST_MOST),
+        *_ratios(runs, _REQUESTS, "CPU a request", ("plain", RUST), request_ms, most=1.0),
+        *_ratios(runs, ("short",), "CPU a request", ("queued", OURS), request_ms, most=1.3),
         *_push(runs),
-        *_ratios(
-            runs, _REQUESTS, f"CPU a request, {TOY} / {OURS}", (TOY, OURS), request_ms, least=20
-        ),
-        *_ratios(runs, _STREAMS, f"CPU a token, {OURS} / {RUST}", (OURS, RUST), token_us, most=0.9),
+        *_ratios(runs, _REQUESTS, "CPU a request", (TOY, OURS), request_ms, least=20),
+        *_ratios(runs, _STREAMS, "CPU a token", (OURS, RUST), token_us, most=0.9),
         *_arrivals(runs),
         *_crowd(runs),
         *_idle(runs),
         *_measuring(runs),
         *_exact(runs),
     ]
-    return [each for each in found if each is not None]
 
 
 def _ratios(runs, names, what, pair, value, *, most=None, least=None):
     for name in names:
-        found = ratio(runs, name, *pair, value) if name in runs else None
+        found = ratio(runs, name, pair, value)
         if found is not None:
             reached = found <= most if most is not None else found >= least
             wanted = f"at most {most}" if most is not None else f"at least {least}"
-            yield Goal(what, f"`{name}`", f"{found:.2f}", wanted, reached)
+            yield Goal(f"{what}, {' / '.join(pair)}", f"`{name}`", f"{found:.2f}", wanted, reached)
 
 
 def _push(runs):
@@ -95,8 +77,12 @@ def _push(runs):
 def _arrivals(runs):
     for name in _ARRIVALS:
         for share in ("p50", "p99"):
-            found = difference(
-                runs, name, OURS, RUST, lambda run, share=share: 1e3 * run["first"][share]
+            found = within_rounds(
+                runs,
+                name,
+                (OURS, RUST),
+                lambda run, share=share: 1e3 * run["first"][share],
+                operator.sub,
             )
             if found is not None:
                 what = f"TTFT {share}, {OURS} minus {RUST}"
@@ -109,7 +95,7 @@ def _crowd(runs):
         lost = sum(sum(run["faults"].values()) for run in ours)
         done = f"{sum(run['done'] for run in ours):,} streams, {lost:,} faults"
         yield Goal("All complete and exact", f"`{_CROWD}`", done, "no faults", lost == 0)
-    found = ratio(runs, _CROWD, OURS, RUST, mib("rss")) if _CROWD in runs else None
+    found = ratio(runs, _CROWD, (OURS, RUST), mib("rss"))
     if found is not None:
         yield Goal(f"RSS, {OURS} / {RUST}", f"`{_CROWD}`", f"{found:.2f}", "below 1", found < 1)
 
@@ -144,14 +130,9 @@ def _measuring(runs):
 
 
 def _exact(runs):
-    found = [run for each in runs.values() for run in each.get(OURS, ()) if "requests" in run]
+    found = [run for name, each in runs.items() if name != IDLE for run in each.get(OURS, ())]
     if found:
-        faults = sum(sum(run["faults"].values()) for run in found)
-        done = sum(run["requests"] for run in found)
-        yield Goal(
-            "Every byte and every leg",
-            "all",
-            f"{done:,} requests, {faults:,} faults",
-            "no faults",
-            faults == 0,
-        )
+        failed = sum("failed" in run for run in found)
+        faults = failed + sum(sum(run.get("faults", {}).values()) for run in found)
+        done = f"{sum(run.get('requests', 0) for run in found):,} requests, {faults:,} faults"
+        yield Goal("Every byte and every leg", "all", done, "no faults", faults == 0)

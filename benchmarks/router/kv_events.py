@@ -1,7 +1,7 @@
 """What following KV events costs the router: CPU microseconds for each block told of, and for each
 prompt looked up.
 
-``python -P benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or
+``python -m benchmarks.router.kv_events``: a table, of the modules that are imported (plain or
 compiled).
 """
 

@@ -296,19 +296,6 @@ def lateness(arrived, step_s):
     return [now - (begin + place) * step_s for place, now in arrived]
 
 
-def cpu_seconds(leader):
-    """Return the CPU-seconds of a process and its session so far, children that have ended
-    included.
-    """
-    total = 0
-    for pid in proc.pids_of(leader):
-        with contextlib.suppress(OSError):  # it ended meanwhile, and its parent has counted it
-            total += sum(
-                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
-            )
-    return total / proc.TICK
-
-
 def peak(leader):
     """Return the most resident bytes of all times, of the processes of a session."""
     found = 0
@@ -331,7 +318,7 @@ class Watch:
 
     def cpu(self):
         """Return the CPU-seconds of each."""
-        return {name: cpu_seconds(pid) for name, pid in self.leaders.items()}
+        return {name: proc.cpu_seconds(pid) for name, pid in self.leaders.items()}
 
     def sockets(self):
         return (

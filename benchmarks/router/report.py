@@ -22,24 +22,30 @@ LATENCIES = (
 )
 
 
+TITLE = "CPU-milliseconds of the router a request (logarithmic)"
+
+
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
-    runs = seen["runs"]
+    page.write(seen, out, parts, picture)
+
+
+def parts(seen):
+    """Return the parts of the page."""
+    return [_head(seen), f"![{TITLE}](router.svg)\n", *(part(seen["runs"]) for part in PARTS)]
+
+
+def picture(seen):
+    """Return the picture of the page, if there is anything to draw."""
     groups = REQUESTS[:5]
     bars = {
-        name: [figures.median(runs, each, name, figures.request_ms) for each in groups]
+        name: [figures.median(seen["runs"], each, name, figures.request_ms) for each in groups]
         for name in CONTESTANTS
     }
     bars = {name: values for name, values in bars.items() if any(values)}
-    if bars:
-        title = "CPU-milliseconds of the router a request (logarithmic)"
-        wanted = [value and goals.REQUEST_MOST * value for value in bars.get(RUST, ())]
-        label = f"wanted of {OURS}: {goals.REQUEST_MOST} x {RUST}"
-        svg = draw(bars, groups, title, logarithmic, "{:.2g}", marks=wanted, label=label)
-    picture = f"![{title}]({out.stem}.svg)\n" if bars else ""
-    page.write(seen, out, [_head(seen), picture, *(part(runs) for part in PARTS)])
-    if bars:
-        out.with_suffix(".svg").write_text(svg)
+    wanted = [value and goals.REQUEST_MOST * value for value in bars.get(RUST, ())]
+    label = f"wanted of {OURS}: {goals.REQUEST_MOST} x {RUST}"
+    return bars and draw(bars, groups, TITLE, logarithmic, "{:.2g}", marks=wanted, label=label)
 
 
 def line(found):
@@ -57,143 +63,116 @@ def line(found):
 
 
 def _head(seen):
-    facts = seen["about"]
-    machine = facts["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    rounds = f"{facts['rounds']} round{'s' * (facts['rounds'] > 1)}"
-    others = "share another" if facts["apart"] else "share it, for there is only one"
+    taken = {name for runs in seen["runs"].values() for name in runs}
+    names = [f"- **{name}**: {each.about}" for name, each in CONTESTANTS.items() if name in taken]
     words = [
         "# The cost of the router\n",
         paragraph("""
 `make bench-router` measures everything and writes this page, on an idle machine; `ONLY=short,stream200` measures some
 scenarios and leaves the others as they are, `QUICK=1` makes short runs to see whether all of it works and writes to
 `.pdrelay/bench`. The raw numbers are in `router.json`."""),
-        paragraph(f"""
-{machine["cores"]} cores, {machine["processor"].replace("_", "-")}, {machine["system"]}; {facts["date"]}; {versions}.
-`{facts["command"]}`: {rounds}, in each of which every router has its turn in every scenario; numbers are medians,
-ratios are medians of the ratios within rounds. A router is started for each run, alone, and has one core; two prefill
-and two decode engines that compute nothing and the load generator {others}. Every answer is compared byte for byte;
-the engines check every byte of the prompts, count both legs of every request and see to it that the decode leg got
-the blocks of its own prompt. CPU is that of all processes of the router, user and system, from `/proc`."""),
+        page.setting(seen["about"]),
+        paragraph("""
+In each round every router has its turn in every scenario; numbers are medians, ratios are medians of the ratios within
+rounds. A router is started for each run, alone, and has one core; two prefill
+and two decode engines that compute nothing and the load generator share another. Every answer is compared byte for
+byte; the engines check every byte of the prompts, count both legs of every request and see to it that the decode leg
+got the blocks of its own prompt. CPU is that of all processes of the router, user and system, from `/proc`."""),
+        *names,
+        *(f"- {said}" for said in seen["missing"].values()),
+        "",
     ]
-    if facts["quick"]:
-        names = ", ".join(f"`{name}`" for name in facts["quick"])
-        words.append(paragraph(f"**Quick runs, too short to go by their numbers:** {names}."))
-    taken = {name for runs in seen["runs"].values() for name in runs}
-    words += [f"- **{name}**: {each.about}" for name, each in CONTESTANTS.items() if name in taken]
-    words += [f"- {said}" for said in facts["missing"].values()]
-    return "\n".join([*words, ""])
+    return "\n".join(words)
 
 
 def _requests(runs):
-    return _section(
-        "CPU of the router, ms a request",
-        "Two legs, and all the router does beside them.",
-        _costs(runs, REQUESTS, figures.request_ms, "{:.3f}"),
-    )
+    title = "CPU of the router, ms a request"
+    words = "Two legs, and all the router does beside them."
+    return _costs(title, words, runs, REQUESTS, figures.request_ms, "{:.3f}")
 
 
 def _chunks(runs):
-    return _section(
-        "CPU of the router, µs a streamed token",
-        "The whole request included, shared out over its tokens; `stream200` times 0.2 is ms a "
-        "stream.",
-        _costs(runs, STREAMS, figures.token_us, "{:.1f}"),
-    )
+    title = "CPU of the router, µs a streamed token"
+    words = "The whole request included, shared out over its tokens; `stream200` times 0.2 is ms a stream."
+    return _costs(title, words, runs, STREAMS, figures.token_us, "{:.1f}")
 
 
 def _rates(runs):
+    rows = []
+    for name in REQUESTS:
+        cells = []
+        for router in CONTESTANTS:
+            rate = figures.median(runs, name, router, figures.rate)
+            other = figures.median(runs, name, router, figures.other_share)
+            cells.append("" if rate is None else f"{rate:,.0f} ({other:.2f})")
+        rows += [[f"`{name}`", *cells]] if any(cells) else []
     return _section(
         "Requests a second through one core",
         """As seen by the clients. Where the router costs little, the core of the engines and the load generator is the
 limit; then its share of that core's time is near 1, and 1,000 divided by the CPU-ms above says more.""",
-        _rate_table(runs),
+        ["", *(f"{name} (share of the other core)" for name in CONTESTANTS)],
+        rows,
     )
 
 
-def _rate_table(runs):
-    rows = []
-    for name in REQUESTS:
-        if not (present := figures.present(runs, name)):
-            continue
-        cells = []
-        for router in CONTESTANTS:
-            rate = figures.median(runs, name, router, figures.rate) if router in present else None
-            other = (
-                figures.median(runs, name, router, figures.other_share)
-                if router in present
-                else None
-            )
-            cells.append("" if rate is None else f"{rate:,.0f} ({other:.2f})")
-        rows.append([f"`{name}`", *cells])
-    heads = ["", *(f"{name} (share of the other core)" for name in CONTESTANTS)]
-    return table(heads, rows) if rows else ""
-
-
 def _latencies(runs):
-    rows = []
-    for name in LATENCIES:
-        for router in figures.present(runs, name):
-            first = [
-                figures.median(runs, name, router, figures.added(runs, name, "first", share))
+    rows = [
+        [
+            f"`{name}`",
+            router,
+            *(
+                _number(figures.median(runs, name, router, figures.added(runs, name, what, share)))
+                for what in ("first", "late", "gaps")
                 for share in ("p50", "p99")
-            ]
-            late = [
-                figures.median(runs, name, router, figures.added(runs, name, "late", share))
-                for share in ("p50", "p99")
-            ]
-            gaps = [
-                figures.median(runs, name, router, figures.added(runs, name, "gaps", share))
-                for share in ("p50", "p99")
-            ]
-            rows.append([f"`{name}`", router, *(_ms(each) for each in (*first, *late, *gaps))])
-    heads = ["", "router", "TTFT p50", "p99", "token p50", "p99", "between tokens p50", "p99"]
+            ),
+        ]
+        for name in LATENCIES
+        for router in figures.present(runs, name)
+    ]
     return _section(
         "Delay that a router adds, ms",
         """Percentiles through the router minus those (the medians of all rounds) of the same clients connected to a
 decode engine. TTFT: from sending the request to the first byte of its answer (the prompt takes an engine the same time
 with and without a prefill leg). Token: from the instant of a step, which all streams have in common, to
 the token at its client. Between tokens: from one to the next.""",
-        table(heads, rows) if rows else "",
+        ["", "router", "TTFT p50", "p99", "token p50", "p99", "between tokens p50", "p99"],
+        rows,
     )
 
 
 def _memory(runs):
-    rows = []
-    for name in ("short", "prompt256k", "streams1000", "hangups"):
-        for router in figures.present(runs, name):
-            sockets = [
-                figures.median(runs, name, router, figures.socket(which))
-                for which in ("before", "after")
-            ]
-            cells = [
-                figures.median(runs, name, router, figures.mib(which)) for which in ("rss", "peak")
-            ]
-            rows.append([f"`{name}`", router, *(_whole(each) for each in (*cells, *sockets))])
+    values = (
+        figures.mib("rss"), figures.mib("peak"), figures.socket("before"), figures.socket("after"),
+    )  # fmt: skip
+    rows = [
+        [
+            f"`{name}`",
+            router,
+            *(_number(figures.median(runs, name, router, value), "{:,.0f}") for value in values),
+        ]
+        for name in ("short", "prompt256k", "streams1000", "hangups")
+        for router in figures.present(runs, name)
+    ]
     return _section(
         "Memory and sockets",
         """Resident MiB at the end of the load, and at its most; sockets before the load, and after all clients have
 left (in `streams1000` and `hangups` up to 6 s after, which is time enough to close idle connections to engines).""",
-        table(["", "router", "RSS, MiB", "at most", "sockets before", "after"], rows)
-        if rows
-        else "",
+        ["", "router", "RSS, MiB", "at most", "sockets before", "after"],
+        rows,
     )
 
 
 def _idle(runs):
+    values = (
+        (lambda run: run["start"], "{:.2f}"),
+        (lambda run: run.get("start_cpu"), "{:.2f}"),
+        (lambda run: run["cores"], "{:.4f}"),
+        (figures.mib("rss"), "{:.0f}"),
+    )
     rows = [
         [
             router,
-            figures.median(runs, IDLE, router, lambda run: f"{run['start']:.2f}"),
-            figures.median(
-                runs,
-                IDLE,
-                router,
-                lambda run: f"{run['start_cpu']:.2f}" if "start_cpu" in run else None,
-            )
-            or "",
-            figures.median(runs, IDLE, router, lambda run: f"{run['cores']:.4f}"),
-            figures.median(runs, IDLE, router, lambda run: f"{run['rss'] / 2**20:.0f}"),
+            *(_number(figures.median(runs, IDLE, router, value), form) for value, form in values),
         ]
         for router in figures.present(runs, IDLE)
     ]
@@ -201,38 +180,30 @@ def _idle(runs):
         "Idle",
         """Start-up is from starting the process, with its bytecode there, to the first connection it accepts; then it
 has nothing to do.""",
-        table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows)
-        if rows
-        else "",
+        ["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"],
+        rows,
     )
 
 
 def _own(runs):
-    rows = []
-    for name in SCENARIOS:
-        if DIRECT in runs.get(name, {}):
-            own = [
-                figures.median(
-                    runs, name, DIRECT, lambda run, who=who: 1e6 * run["cpu"][who] / run["requests"]
-                )
-                for who in ("load", "engines")
-            ]
-            through = [
-                figures.median(
-                    runs, name, OURS, lambda run: 1e6 * run["cpu"]["engines"] / run["requests"]
-                )
-                if OURS in figures.present(runs, name)
-                else None
-            ]
-            rows.append(
-                [f"`{name}`", SCENARIOS[name].about, *(_whole(each) for each in (*own, *through))]
-            )
-    heads = ["", "what is asked", "load generator", "engines, one leg", f"engines behind {OURS}"]
+    def used(who):
+        return lambda run: 1e6 * run["cpu"][who] / run["requests"]
+
+    columns = ((DIRECT, used("load")), (DIRECT, used("engines")), (OURS, used("engines")))
+    rows = [
+        [
+            f"`{name}`",
+            scenario.about,
+            *(_number(figures.median(runs, name, *column), "{:,.0f}") for column in columns),
+        ]
+        for name, scenario in SCENARIOS.items()
+        if DIRECT in runs.get(name, {})
+    ]
     return _section(
         "The scenarios, and what measuring costs, µs of CPU a request",
-        "Load generator and engines without a router: one leg. None of this is in the numbers "
-        "above.",
-        table(heads, rows) if rows else "",
+        """Load generator and engines without a router: one leg. None of this is in the numbers above.""",
+        ["", "what is asked", "load generator", "engines, one leg", f"engines behind {OURS}"],
+        rows,
     )
 
 
@@ -255,7 +226,7 @@ def _faults(runs):
     words = f"{total:,} requests in {done} runs; " + (
         "not as they must be:" if said else "every answer and every leg was as it must be."
     )
-    return _section("Faults", words, "\n".join([*said, ""]) if said else " ")
+    return f"## Faults\n\n{paragraph(words)}\n" + "\n".join([*said, ""])
 
 
 def _goals(runs):
@@ -267,41 +238,27 @@ def _goals(runs):
         "Goals",
         """Ratios are medians of the ratios within rounds, differences of the differences within rounds. A goal that
 needs a router or a scenario which has not been measured is left out.""",
-        table(["goal", "scenario", "measured", "wanted", "reached"], rows) if rows else "",
+        ["goal", "scenario", "measured", "wanted", "reached"],
+        rows,
     )
 
 
 PARTS = (_goals, _requests, _chunks, _rates, _latencies, _memory, _idle, _own, _faults)
 
 
-def _costs(runs, names, value, form):
+def _costs(title, words, runs, names, value, form):
+    heads = ["", *CONTESTANTS, f"{OURS} / {RUST}", f"{TOY} / {OURS}"]
     rows = []
     for name in names:
-        present = figures.present(runs, name)
-        if not present:
-            continue
-        cells = [
-            figures.median(runs, name, each, value) if each in present else None
-            for each in CONTESTANTS
-        ]
-        ratios = [figures.ratio(runs, name, *pair, value) for pair in ((OURS, RUST), (TOY, OURS))]
-        rows.append(
-            [
-                f"`{name}`",
-                *("" if cell is None else form.format(cell) for cell in cells),
-                *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-            ]
-        )
-    return table(["", *CONTESTANTS, f"{OURS} / {RUST}", f"{TOY} / {OURS}"], rows) if rows else ""
+        cells = [_number(figures.median(runs, name, each, value), form) for each in CONTESTANTS]
+        ratios = [figures.ratio(runs, name, pair, value) for pair in ((OURS, RUST), (TOY, OURS))]
+        rows += [[f"`{name}`", *cells, *map(_number, ratios)]] if any(cells) else []
+    return _section(title, words, heads, rows)
 
 
-def _section(title, words, rows):
-    return f"## {title}\n\n{paragraph(words)}\n{rows}".rstrip() + "\n" if rows else ""
+def _section(title, words, heads, rows):
+    return f"## {title}\n\n{paragraph(words)}\n{table(heads, rows)}" if rows else ""
 
 
-def _ms(value):
-    return "" if value is None else f"{value:.2f}"
-
-
-def _whole(value):
-    return "" if value is None else f"{value:,.0f}"
+def _number(value, form="{:.2f}"):
+    return "" if value is None else form.format(value)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 
-from benchmarks.router import load, words
+from benchmarks.router import words
 from benchmarks.router.contestants import ROOT, environment
 from support import proc
 from support.cluster import free_ports
@@ -30,16 +31,24 @@ class Failed(Exception):
     """A run that says nothing about a router; the message says why."""
 
 
-class Cores:
-    """The router has one core; engines and load share another."""
+class Cores(NamedTuple):
+    """Those of the router, and those of engines and load."""
 
-    def __init__(self):
-        allowed = sorted(os.sched_getaffinity(0))
-        self.router, self.rest = allowed[0], allowed[-1]
+    router: set
+    rest: set
 
-    def pinned(self, core):
-        """Return what a child does before it runs."""
-        return lambda: os.sched_setaffinity(0, {core})
+
+def apart():
+    """Return a core for the router and another one for the rest; the same one, if there is only
+    one.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    return Cores({allowed[0]}, {allowed[-1]})
+
+
+def _pinned(cores):
+    """Return what a child does before it runs."""
+    return lambda: os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
@@ -52,7 +61,7 @@ def engines(cores, options):
         stdout=subprocess.PIPE,
         env=environment() | FRUGAL,
         start_new_session=True,
-        preexec_fn=cores.pinned(cores.rest),
+        preexec_fn=_pinned(cores.rest),
     ) as child:
         try:
             yield child, json.loads(child.stdout.readline())
@@ -76,7 +85,7 @@ def router(cores, contestant, ports, scenario):
             stderr=file,
             env=environment(),
             start_new_session=True,
-            preexec_fn=cores.pinned(cores.router),
+            preexec_fn=_pinned(cores.router),
             cwd=LOGS,
         )
     try:
@@ -140,14 +149,22 @@ def serves(port, name):
         time.sleep(0.05)
 
 
-def carry_out(cores, plan):
-    """Run the load generator."""
+def carry_out(cores, contestant, ports, plan):
+    """Run the load generator; return what it and the engines have seen."""
+    before = get(ports["decode"][0], "/bench/counts")
+    found = _load(cores, plan)
+    found["legs"] = legs(ports["decode"][0], before)
+    check(found, contestant)
+    return found
+
+
+def _load(cores, plan):
     argv = [sys.executable, "-m", "benchmarks.router.load", json.dumps(plan)]
     done = subprocess.run(
         argv,
         stdout=subprocess.PIPE,
         env=environment() | FRUGAL,
-        preexec_fn=cores.pinned(cores.rest),
+        preexec_fn=_pinned(cores.rest),
         timeout=300,
         check=True,
     )
@@ -165,11 +182,7 @@ def run(cores, contestant, name, plan, options):
             child, port, _ = stack.enter_context(router(cores, contestant, ports, name))
             serves(port, contestant.name)
             plan = plan | {"port": port, "router": child.pid}
-        before = get(ports["decode"][0], "/bench/counts")
-        found = carry_out(cores, plan | {"engines": process.pid})
-        found["legs"] = legs(ports["decode"][0], before)
-    check(found, contestant)
-    return found
+        return carry_out(cores, contestant, ports, plan | {"engines": process.pid})
 
 
 def legs(port, before):
@@ -216,13 +229,13 @@ def idle(cores, contestant, seconds):
         engines(cores, {}) as (_, ports),
         router(cores, contestant, ports, "idle") as (child, port, start),
     ):
-        start_cpu = load.cpu_seconds(child.pid)
+        start_cpu = proc.cpu_seconds(child.pid)
         serves(port, contestant.name)
         time.sleep(1.0)
-        before = load.cpu_seconds(child.pid)
+        before = proc.cpu_seconds(child.pid)
         begin = time.monotonic()
         time.sleep(seconds)
-        cores_used = (load.cpu_seconds(child.pid) - before) / (time.monotonic() - begin)
+        cores_used = (proc.cpu_seconds(child.pid) - before) / (time.monotonic() - begin)
         who = SimpleNamespace(pid=child.pid)
         return {
             "start": start,

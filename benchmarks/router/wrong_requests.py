@@ -1,7 +1,7 @@
 """Every tenth request is a wrong one: what the other nine notice of it, and what the engines are
 blamed for.
 
-    python benchmarks/router/wrong_requests.py --seconds 60
+    python -m benchmarks.router.wrong_requests --seconds 60
 
 One prefill and three decode engines (simulated) are behind one router, each in a process of its
 own, as are the clients that send what is wrong. First all requests are good, then every tenth is of
@@ -14,9 +14,9 @@ import argparse
 import asyncio
 import gc
 import json
+import multiprocessing
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,17 +26,15 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import httpx
+import psutil
+import uvicorn
+from starlette.responses import JSONResponse
 
-import httpx  # noqa: E402 (the path is made above)
-import psutil  # noqa: E402 (the path is made above)
-import uvicorn  # noqa: E402 (the path is made above)
-from starlette.responses import JSONResponse  # noqa: E402 (the path is made above)
-
-from pdrelay_tools.simulated.engine import Sim  # noqa: E402
-from support.router_process import KEY, RouterProcess  # noqa: E402
-from support.sim import until  # noqa: E402
+from benchmarks import page
+from pdrelay_tools.simulated.engine import Sim
+from support.router_process import KEY, RouterProcess
+from support.sim import until
 
 MODEL = "sim"
 BODY_MOST = 16 << 20
@@ -215,15 +213,14 @@ def engine(role):
     """Run a simulated engine in a process of its own; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--serve", role, "--port", str(port)], stderr=subprocess.DEVNULL
-    )
+    child = multiprocessing.get_context("spawn").Process(target=serve, args=(role, port))
+    child.start()
     try:
         until(lambda: _answers(port), seconds=60)
         yield f"127.0.0.1:{port}"
     finally:
         child.terminate()
-        child.wait()
+        child.join()
 
 
 def _answers(port):
@@ -238,12 +235,8 @@ def main():
     parser = argparse.ArgumentParser(description="Good requests beside wrong ones.")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--per-second", type=float, default=20)
-    parser.add_argument("--serve", metavar="ROLE", help="be an engine, at --port")
-    parser.add_argument("--port", type=int)
     asked = parser.parse_args()
-    if asked.serve:
-        serve(asked.serve, asked.port)
-        return 0
+    page.end_as_by_ctrl_c()
     gc.freeze()  # as in the engines
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

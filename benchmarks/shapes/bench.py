@@ -8,17 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.shapes import report
 from benchmarks.shapes.cases import CASES, LENGTHS
 
-ROOT = Path(__file__).parents[2]
 # environments
 WAYS = {"Shared memory, as NIXL chooses by itself": {}, "TCP over loopback": {"UCX_TLS": "tcp"}}
 ROUNDS, QUICK_ROUNDS = 7, 1
@@ -26,15 +21,15 @@ ROUNDS, QUICK_ROUNDS = 7, 1
 
 def main():
     args = page.parser_of(__doc__, "one round of short prompts").parse_args()
-    start = time.monotonic()
+    page.end_as_by_ctrl_c()
+    about = page.about("nixl")
     lengths, rounds = (LENGTHS[:1], QUICK_ROUNDS) if args.quick else (LENGTHS, ROUNDS)
     with ExitStack() as stack:
         readers = {way: stack.enter_context(running(env)) for way, env in WAYS.items()}
         seen = measured(readers, lengths, rounds)
     out = page.out_of(args, "shapes")
-    report.write({"machine": page.machine(), "rounds": rounds, **seen}, out)
-    print(page.page_of(out).read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+    page.write({"about": about, "rounds": rounds, **seen}, out, report.parts)
+    page.show(out)
 
 
 def measured(readers, lengths, rounds):
@@ -86,7 +81,7 @@ def running(env):
 def started(reads, env):
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(page.ROOT),
         "UCX_LOG_LEVEL": "fatal",
         "NIXL_LOG_LEVEL": "WARN",
         **env,

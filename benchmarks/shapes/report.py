@@ -19,13 +19,12 @@ HEADINGS = (
 )
 
 
-def write(seen, out):
-    """Write the raw numbers and the page."""
-    page.write(seen, out, [_head(seen), *(_section(seen, way) for way in seen["moves"])])
+def parts(seen):
+    """Return the parts of the page."""
+    return [_head(seen), *(_section(seen, way) for way in seen["moves"])]
 
 
 def _head(seen):
-    machine, rounds = seen["machine"], seen["rounds"]
     lengths, sizes = (
         " and ".join(each)
         for each in zip(*((f"{n:,}", f"{n * TOKEN >> 20} MiB") for n in LENGTHS), strict=True)
@@ -34,12 +33,12 @@ def _head(seen):
 `make bench-shapes` measures everything in a few minutes and writes this page; with `QUICK=1` it moves less and less
 often, to see whether all of it works, and writes to `.pdrelay/bench`. The raw numbers are in `shapes.json`.""")
     setting = paragraph(f"""
-{machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; NIXL 1.5.1; two processes on this machine, one
-with the memory that is read and one that reads, planned with `core/layout/transfer_plan.py` and posted with
+Two processes on this machine, one with the memory that is read and one that reads, planned with
+`core/layout/transfer_plan.py` and posted with
 `io/nixl.py` as engines do, without vLLM. The model has {LAYERS} layers and {HEADS} KV heads of 128 in bfloat16:
 {TOKEN >> 10} KiB a token, so prompts of {lengths} tokens are {sizes}. Blocks have 16 tokens in the layout LBHNC
 (layer, block, head, token, content) unless said otherwise, and are scattered unless said to be contiguous. Each number
-is the median of {rounds} rounds, in each of which everything is measured once; the last row in every third.""")
+is the median of {seen["rounds"]} rounds, in each of which everything is measured once; the last row in every third.""")
     words = paragraph(f"""
 **Planning** turns block lists into runs of bytes; **posting** is NIXL's preparing and starting of the transfer on the
 calling thread, which for shared memory is most of the copying, too. The **whole transfer** is both and the wait until
@@ -48,7 +47,8 @@ the reads of all ranks, one after the other. **Unmerged** is the same without pl
 every block; "same" where no two of them touch on both sides, or where shapes differ so that blocks are in several
 pieces anyway. The pieces of the last row have {WIDTH} bytes, K and V of one token and head. **memcpy** is
 `numpy.copyto` of as many contiguous bytes by one thread of the reader, in the same rounds.""")
-    return f"# Engines of unequal shapes\n\n{about}\n{setting}\n{words}"
+    measured = page.setting({"": seen["about"]})
+    return f"# Engines of unequal shapes\n\n{about}\n{measured}\n{setting}\n{words}"
 
 
 def _section(seen, way):

@@ -51,8 +51,9 @@ def commands(line):
     found = words(line)
     for i, word in enumerate(found):
         rest = [*itertools.takewhile(lambda word: word not in END, found[i + 1 :])]
-        if word.endswith(".py") and (ROOT / word).is_file():
-            yield "script", word, rest
+        path = f"{word.replace('.', '/')}.py" if word.startswith("benchmarks.") else word
+        if path.endswith(".py") and (ROOT / path).is_file():
+            yield "script", path, rest
         elif rest and word == "pdrelay" and rest[0] in COMMANDS:
             yield "pdrelay", rest[0], rest[1:]
         elif rest and word == "vllm" and rest[0] in ("serve", "bench"):

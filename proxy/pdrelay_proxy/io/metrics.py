@@ -31,6 +31,7 @@ from pdrelay_proxy.io.metric_families import (
 )
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
+_OPENMETRICS: Final = "application/openmetrics-text"
 _END: Final = b"# EOF\n"  # of OpenMetrics
 
 
@@ -52,13 +53,14 @@ class Metrics:
         self._sources = sources
 
     def pieces(self, accept: str) -> tuple[Iterator[bytes], str]:
-        """Return all metrics and their content type, which ``Accept`` chooses.
+        """Return all metrics and their content type: ``Accept`` chooses between the two formats.
 
         They come in pieces, some of which are empty: each is a step of a few milliseconds at most.
         Thousands of engines have megabytes of metrics. A later piece may include what was counted
         meanwhile.
         """
-        encode, content_type = choose_encoder(accept)
+        # Its versions and escapings are for names of other characters than ours.
+        encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         return _joined(
             self._families(), lambda family: _exposition_of(family, encode)
         ), content_type

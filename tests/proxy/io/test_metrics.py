@@ -123,6 +123,15 @@ def test_both_formats_of_prometheus_are_spoken():
     assert b"process_resident_memory_bytes" in text
 
 
+@pytest.mark.parametrize("odd", ["version=abc", "version=1.0.0; escaping=dots", "version=99; q=0.5, text/plain"])
+def test_a_scraper_gets_one_version_of_a_format_whatever_it_asks_for(odd):
+    """The library fails at a version that is no number, and escapes headings, but not our sample lines."""
+    text, kind = World().exposition(f"application/openmetrics-text; {odd}")
+
+    assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert b"# TYPE pdrelay_requests counter\n" in text
+
+
 def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     """What clients send must not make the metrics grow."""
     world = World(3, 3)

@@ -8,6 +8,7 @@ router has its own ids. The body of a datagram is (engine 8, requests 2) * n.
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from struct import Struct
 from typing import Final
 
@@ -61,8 +62,8 @@ class LoadPayload:
         self._repeat_at = 0.0
         self._names: dict[InstanceId, bytes] = {}
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
-        self._registry_version = -1  # registry.changes of the names and loads
-        # by router and engine: requests, and since when
+        self._lineup = -1  # registry.lineup of the names and loads
+        # by router and engine: requests, and since when; of each router the oldest first
         self._peers: dict[bytes, dict[bytes, tuple[int, float]]] = {}
 
     def note(self, instance: InstanceId) -> None:
@@ -102,11 +103,11 @@ class LoadPayload:
         counts = self._peers.setdefault(datagram.router, {})
         self._follow()
         for engine, requests in _ENTRY.iter_unpack(datagram.body):
-            if engine not in counts and len(counts) >= _MOST_ENGINES:
+            before = counts.pop(engine, None)
+            if before is None and len(counts) >= _MOST_ENGINES:
                 return DatagramFault.TOO_MANY
-            if (load := self._loads.get(engine)) is not None:
-                load.at_other_routers += requests - counts.get(engine, _NO_COUNT)[0]
             counts[engine] = requests, now
+            self._add(engine, requests if before is None else requests - before[0])
         return None
 
     def expire(
@@ -119,30 +120,38 @@ class LoadPayload:
     ) -> None:
         """Drop counts that were not repeated."""
         for router in departed:
-            self._peers.pop(router, None)
+            for engine, (requests, _) in self._peers.pop(router, {}).items():
+                self._add(engine, -requests)
         for counts in self._peers.values():
-            for engine in [engine for engine, (_, at) in counts.items() if now > at + PATIENCE_S]:
+            late = list(takewhile(lambda count: now > count[1][1] + PATIENCE_S, counts.items()))
+            for engine, (requests, _) in late:
                 del counts[engine]
-        self._registry_version = -1
+                self._add(engine, -requests)
         self._follow()
+
+    def _add(self, engine: bytes, requests: int) -> None:
+        if (load := self._loads.get(engine)) is not None:
+            load.at_other_routers += requests
 
     def _follow(self) -> None:
         """Update names and loads after a change of the registry."""
-        changes = self._registry.changes.count
-        if changes == self._registry_version:
+        lineup = self._registry.lineup.count
+        if lineup == self._lineup:
             return
-        self._registry_version = changes
+        self._lineup = lineup
         members = self._registry.members()
         before = self._names
         self._names = {
             member.instance.id: before.get(member.instance.id) or engine_name(member)
             for member in members
         }
+        known = self._loads
         self._loads = {self._names[member.instance.id]: member.load for member in members}
         for engine, load in self._loads.items():
-            load.at_other_routers = sum(
-                [counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()]
-            )
+            if known.get(engine) is not load:
+                load.at_other_routers = sum(
+                    [counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()]
+                )
 
 
 def engine_name(member: Member) -> bytes:

@@ -14,6 +14,7 @@ from pdrelay_proxy.features.peers.core.datagrams import MOST_BYTES, MOST_PEERS, 
 from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload, SendPace
 from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
 from support.introduced import introduced
+from support.line_count import lines
 
 SECRET = b"of this fleet"
 
@@ -160,6 +161,18 @@ def test_a_count_whose_end_was_lost_is_forgotten():
         other.exchange.expire(now=second)
 
     assert [other.load(place).at_other_routers for place in range(2)] == [0, 1]
+
+
+def test_a_second_in_which_nothing_expires_takes_no_look_at_each_count():
+    """With 100 routers and 1,000 engines the loop stood still for a tenth of a second, every second."""
+    *others, here = met(*[OneRouter(number, 150) for number in range(10)])
+    for router in others:
+        for place in range(150):
+            router.send(place)
+        here.hears(router.says())
+
+    assert lines(lambda: here.exchange.expire(now=1.0)) < 500
+    assert {here.load(place).at_other_routers for place in range(150)} == {len(others)}
 
 
 def test_an_engine_that_is_added_later_has_what_others_told_of_it():

@@ -17,7 +17,7 @@ def run(code):
 def test_importing_the_package_loads_neither_vllm_nor_torch_nor_nixl():
     """So that everything below the shell is testable anywhere, and a router's image needs none of them."""
     heavy = "sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'torch', 'nixl', 'zmq'})"
-    modules = "io.runner", "io.in_memory", "core.control", "settings"
+    modules = "io.runner", "io.link", "core.control", "settings"
     everything = ", ".join(f"pdrelay_connector.{module}" for module in modules)
 
     assert run(f"import sys, {everything}; print({heavy})") == "[]\n"

@@ -22,8 +22,8 @@ import numpy as np
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address
 from pdrelay_connector.core.messages import RankInfo
-from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, Turns
+from support.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.in_tree_plan import InTreePlan
 from support.scheduled_engine import (
     LEASE,

@@ -4,7 +4,7 @@ import itertools
 
 from pdrelay_connector.core.ids import CopyId
 from pdrelay_connector.core.ports import CopyResult
-from pdrelay_connector.io.in_memory import BLOCK_BYTES
+from support.in_memory import BLOCK_BYTES
 
 
 class MemoryCopier:

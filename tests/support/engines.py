@@ -24,8 +24,8 @@ from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import sums_of
 from pdrelay_connector.core.verify.sampling import Sampling
 from pdrelay_connector.errors import TransferError
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from pdrelay_connector.io.recovering_agent import OpenBackend, RecoveringAgent
+from support.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.memory_reader import MemoryReader
 
 FINGERPRINT = Fingerprint(

@@ -25,9 +25,9 @@ from pdrelay_connector.core.results import BlocksReleased, FellAsleep, LeaseLost
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import compare, count
 from pdrelay_connector.core.verify.sampling import Sampling
-from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 from pdrelay_connector.io.recovering_agent import OpenBackend, RecoveringAgent
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, NOTHING, Blocks, Turns, lent, rank_info
+from support.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 from support.memory_reader import MemoryReader
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat

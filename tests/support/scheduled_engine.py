@@ -23,9 +23,9 @@ from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.sleep import in_generation
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
 from pdrelay_tools.local.model import ensure_model
 from support.engines import BLOCK_SIZE, FINGERPRINT, rank_info
+from support.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
 from support.push_engines import WatchedMover
 
 with warnings.catch_warnings():

@@ -29,9 +29,9 @@ from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.staging.worker import StagingWorker
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork
 from support.copying import MemoryCopier
 from support.engines import FINGERPRINT, Turns
+from support.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork
 
 LEASE, PATIENCE = 30.0, 60.0
 BLOCKS, SLOTS = 24, 4  # of each KV cache group: blocks, and slots without slot 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdrelay_connector.core.ids import Address
-from pdrelay_connector.io.in_memory import InMemoryNetwork
 from support.engines import BLOCK_SIZE, Turns
+from support.in_memory import InMemoryNetwork
 from support.push_engines import Stray
 from support.scheduled_engine import ScheduledEngine, next_token
 

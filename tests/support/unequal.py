@@ -24,8 +24,8 @@ from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks
 from pdrelay_connector.core.session.peers import PeerTable
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
+from support.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 UNIT = 4  # tokens of one head in a piece
 P, D = EngineId("p0"), EngineId("d0")

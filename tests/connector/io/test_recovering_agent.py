@@ -12,9 +12,9 @@ from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from pdrelay_connector.core.ports import XferOutcome
 from pdrelay_connector.core.transfer.backend import MAX_REBUILDS, PERIOD
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryNetwork, InMemoryTransferAgent
 from pdrelay_connector.io.recovering_agent import RecoveringAgent
 from support.engines import TIMEOUT, World, rank_info
+from support.in_memory import BLOCK_BYTES, InMemoryNetwork, InMemoryTransferAgent
 from support.push_engines import WRITE, PushWorld
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]

@@ -13,8 +13,8 @@ from pdrelay_connector.core.ids import Address
 from pdrelay_connector.core.messages import PROTOCOL, DropLeases, Examination, RankMemory, Refusal, Welcome
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
 from pdrelay_connector.errors import ProtocolViolation
-from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, changed, rank_info
+from support.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 THERE, HERE = Address("p0", 5690), Address("d0", 40000)
 BLOCKS = 13

@@ -22,8 +22,8 @@ from pdrelay_connector.core.session.peers import PATIENCE, PeerTable
 from pdrelay_connector.core.staging import host_buffer
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.errors import IllegalTransition
-from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
+from support.in_memory import InMemoryLink, InMemoryTransferAgent
 from support.recording_agent import RecordingCopier
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]

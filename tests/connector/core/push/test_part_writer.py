@@ -19,8 +19,8 @@ from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
 from pdrelay_connector.errors import HostBufferTooSmall, ProtocolViolation, TransferError
-from pdrelay_connector.io.in_memory import BLOCK_BYTES
 from support.engines import BLOCK_SIZE, rank_info
+from support.in_memory import BLOCK_BYTES
 from support.recording_agent import RecordingAgent, RecordingCopier
 
 TIMEOUT, SLOTS = 20.0, 4

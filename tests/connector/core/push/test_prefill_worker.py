@@ -29,8 +29,8 @@ from pdrelay_connector.core.push.push_job import (
 )
 from pdrelay_connector.core.session.scheduler_link import RETRY
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL
-from pdrelay_connector.io.in_memory import pieces_of
 from support.engines import BLOCK_SIZE, changed, lent, rank_info
+from support.in_memory import pieces_of
 from support.recording_agent import RecordingAgent
 from support.recording_link import ConnectingLink
 

@@ -14,8 +14,8 @@ from pdrelay_connector.core.session.peers import (
     PeerTable,
     mismatch,
 )
-from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork
 from support.engines import FINGERPRINT, changed, rank_info
+from support.in_memory import InMemoryLink, InMemoryNetwork
 
 P = EngineId("p0")
 ADDRESS = Address("10.0.0.1", 5600)

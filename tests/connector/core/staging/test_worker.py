@@ -9,8 +9,8 @@ from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageR
 from pdrelay_connector.core.session.scheduler_link import RETRY, SchedulerLink
 from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.worker import StagingWorker
-from pdrelay_connector.io.in_memory import InMemoryNetwork
 from support.copying import MemoryCopier
+from support.in_memory import InMemoryNetwork
 from support.recording_link import ConnectingLink
 from support.staging_world import region
 

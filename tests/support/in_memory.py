@@ -64,9 +64,7 @@ class InMemoryNetwork:
     def refuse(self, link: "InMemoryLink", reason: str) -> None:
         """Close all connections of a link, and refuse others until it listens again."""
         self._hang_up_all(link)
-        self._refusals.update(
-            {address: reason for address, entry in self._listeners.items() if entry[0] is link}
-        )
+        self._refusals.update({address: reason for address, entry in self._listeners.items() if entry[0] is link})
 
     def call(self, link: "InMemoryLink", address: Address) -> ConnId:
         """Note that a link wants to meet an address."""
@@ -179,14 +177,10 @@ class InMemoryNetwork:
             self._calls.append((link, conn, address))
             return
         if host is None or welcome is None or (host.number in self._cut and not is_local):
-            link.inbox.append(
-                ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None)
-            )
+            link.inbox.append(ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None))
             return
         if (reason := self._refusals.get(address)) is not None:
-            link.inbox.append(
-                ConnectFailed(conn, f"{address} refused: {reason}", is_incompatible=True)
-            )
+            link.inbox.append(ConnectFailed(conn, f"{address} refused: {reason}", is_incompatible=True))
             return
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))
@@ -200,22 +194,13 @@ class InMemoryNetwork:
             if receiver not in wire.ends:
                 continue  # it has closed the connection meanwhile
             if data is not None:
-                self.links[receiver].inbox.append(
-                    MessageReceived(wire.ends[receiver], decode(data))
-                )
+                self.links[receiver].inbox.append(MessageReceived(wire.ends[receiver], decode(data)))
             else:
-                self.links[receiver].inbox.append(
-                    ConnectionLost(wire.ends.pop(receiver), "it closed the connection")
-                )
+                self.links[receiver].inbox.append(ConnectionLost(wire.ends.pop(receiver), "it closed the connection"))
 
     def _messages(self) -> list[tuple[_Wire, int]]:
         wires = [wire for wire in self._wires if not wire.is_local]
-        return [
-            (wire, i)
-            for wire in wires
-            for i, (_, data) in enumerate(wire.queue)
-            if data is not None
-        ]
+        return [(wire, i) for wire in wires for i, (_, data) in enumerate(wire.queue) if data is not None]
 
     def _wires_of(self, link: "InMemoryLink", conn: ConnId) -> list[_Wire]:
         return [wire for wire in self._wires if wire.ends.get(link.number) == conn]
@@ -233,7 +218,7 @@ class InMemoryLink:
         self.inbox: list[LinkEvent] = []
         network.links.append(self)
 
-    def connect(self, peer: Address, engine: EngineId) -> ConnId:  # noqa: ARG002 (any listener there answers)
+    def connect(self, peer: Address, engine: EngineId) -> ConnId:
         """Start connecting."""
         return self.network.call(self, peer)
 
@@ -336,9 +321,9 @@ class InMemoryTransferAgent:
         """Move what can move, and report what ended."""
         ended: list[XferEnded] = []
         for number, flight in list(self._xfers.items()):
-            is_gone = (
-                flight.memory not in self._network.memories or flight.memory not in self._peers
-            ) or (self._is_broken(flight.memory) and not self.stuck)
+            is_gone = (flight.memory not in self._network.memories or flight.memory not in self._peers) or (
+                self._is_broken(flight.memory) and not self.stuck
+            )
             if flight.cancelled and self.clinging:
                 flight.landing = True
             elif flight.cancelled or is_gone:
@@ -357,9 +342,7 @@ class InMemoryTransferAgent:
             elif self._network.reachable(flight.memory) and not self.stuck:
                 self._copy(flight)
                 size = int(flight.spans[:, 2].sum())
-                ended.append(
-                    XferEnded(number, XferOutcome.DONE, size, len(flight.spans), 0.001, "")
-                )
+                ended.append(XferEnded(number, XferOutcome.DONE, size, len(flight.spans), 0.001, ""))
         for end in ended:
             del self._xfers[end.xfer]
         return ended
@@ -378,9 +361,6 @@ def pieces_of(spans: Spans) -> Iterator[tuple[int, int]]:
     """Return the numbers of the pieces that a transfer copies: there, and here."""
     for remote, local, size in spans.tolist():
         if remote % BLOCK_BYTES or local % BLOCK_BYTES or size % BLOCK_BYTES:
-            raise TransferError(
-                f"{size} bytes from {remote} to {local}: this memory has pieces of {BLOCK_BYTES} "
-                f"bytes"
-            )
+            raise TransferError(f"{size} bytes from {remote} to {local}: this memory has pieces of {BLOCK_BYTES} bytes")
         for offset in range(0, size, BLOCK_BYTES):
             yield (remote + offset) // BLOCK_BYTES, (local + offset) // BLOCK_BYTES

@@ -52,7 +52,7 @@ def open_connection(
     :exc:`~pdrelay_connector.errors.PeerError` with the peer in its text.
     """
     try:
-        sock = socket.create_connection(peer, timeout, all_errors=True)
+        sock = _connect(peer, timeout)
     except ExceptionGroup as group:  # of each address that the name leads to
         is_closed = all(isinstance(exc, ConnectionRefusedError) for exc in group.exceptions)
         failure = PortClosed if is_closed else Unreachable
@@ -77,6 +77,30 @@ def open_connection(
         welcome = _authenticate(encrypted, peer, client, client_connection, deadline)
         on_failure.pop_all()
     return encrypted, welcome
+
+
+def _connect(peer: Address, timeout: float) -> socket.socket:
+    """Connect to the first address of a name that answers.
+
+    They share the time: a silent one leaves some to the next, and many take no more than one does.
+    """
+    addresses = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout
+    failures: list[OSError] = []
+    for left, (family, kind, protocol, _, address) in zip(
+        range(len(addresses), 0, -1), addresses, strict=True
+    ):
+        try:
+            with contextlib.ExitStack() as on_failure:
+                sock = on_failure.enter_context(socket.socket(family, kind, protocol))
+                sock.settimeout(_remaining_s(deadline) / left)
+                sock.connect(address)
+                on_failure.pop_all()
+        except OSError as exc:
+            failures.append(exc)
+        else:
+            return sock
+    raise ExceptionGroup(f"no address of {peer} answers", failures)
 
 
 def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:

@@ -350,6 +350,40 @@ def test_a_name_with_two_addresses_has_a_closed_port_if_both_have(net, monkeypat
     assert ended == {"both": True, "one": False}
 
 
+@contextlib.contextmanager
+def silent_port():
+    """The address of a listener that is full: Linux drops what comes to it."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        yield full.getsockname()
+
+
+def test_the_time_to_connect_is_shared_by_the_addresses_of_a_name(net, monkeypatch):
+    """One that is silent leaves time for the next, and many occupy a thread no longer than one does."""
+    p = net.listener()
+    with silent_port() as silent:
+        places = {"many": [silent] * 40, p.address.host: [silent, p.address]}
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places[host]],
+        )
+        d = net.link(timeout=2.0)
+        d.connect(Address("many", 1), P)
+        (failed,) = net.events(d)
+        assert "timed out" in failed.reason
+        d.connect(p.address, P)
+        (met,) = net.events(d)
+
+    assert isinstance(met, PeerConnected)
+
+
 @pytest.mark.parametrize("host", ["x" * 64 + ".example", "nul\0byte", "a..b", ""])
 def test_a_name_that_cannot_be_a_hosts_fails(net, host, monkeypatch):
     """Offers come from elsewhere: a name must not end the thread. (An empty one is this machine.)"""

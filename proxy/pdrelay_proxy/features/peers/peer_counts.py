@@ -33,6 +33,9 @@ class PeerCounts:
             else [(("heard",), self.heard_routers), (("known",), self.expected_routers)]
         )
         yield gauge_family("pdrelay_peers", text, ("state",), states)
-        text = "Datagrams to and from other routers, by what became of them."
+        text = (
+            "Datagrams from other routers, by what became of them, and those sent to them, of which "
+            "send_failed did not leave."
+        )
         counts = [((result,), count) for result, count in self.datagrams.items()]
         yield from counter_family("pdrelay_peer_datagrams", text, ("result",), counts)

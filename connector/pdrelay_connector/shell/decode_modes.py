@@ -1,10 +1,10 @@
 """How the scheduler of a decode engine loads KV: by pull or by push.
 
-Chosen once, when the connector is built.
+Everything runs on the engine thread.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from vllm.v1.request import Request
 
@@ -33,47 +33,20 @@ from pdrelay_connector.shell.timeline_notes import Clock
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 
-class DecodeMode(Protocol):
-    """One way to load KV. Everything runs on the engine thread."""
-
-    def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
-        """Parse the kv_transfer_params; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
-        ...
-
-    def start(
-        self,
-        request: Request,
-        source: PullParams | PushParams,
-        tokens: int,
-        external: int,
-        local: BlockTables,
-    ) -> Sequence[int]:
-        """Order the load of the last ``external`` of so many ``tokens``; return the blocks."""
-        ...
-
-    def abort(self, own: RequestId) -> LoadResult | None:
-        """Stop a load whose request has finished; return its end if it had not begun."""
-        ...
-
-    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """Handle the end of a load, as the workers have reported it."""
-        ...
-
-
 class PullDecode:
     """The workers read KV, and report ended loads with their step's output."""
 
-    def __init__(
-        self, engine_config: EngineConfig, post: Post, signatures: Signatures, clock: Clock
-    ) -> None:
+    def __init__(self, engine_config: EngineConfig, signatures: Signatures, clock: Clock) -> None:
         self._engine_config = engine_config
-        self._post = post
         self._signatures = signatures
         self._clock = clock
         self._orders: list[LoadOrder] = []  # since the last step
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams:
-        """Parse the params, and check that their blocks hold the KV of this prompt."""
+        """Parse the params, and check that their blocks hold the KV of this prompt.
+
+        Raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+        """
         source = parse_pull_params(params)
         is_proven = self._signatures.check(source, now=self._clock())
         if request.abort_immediately:
@@ -150,14 +123,12 @@ class PullDecode:
     def start(
         self,
         request: Request,
-        source: PullParams | PushParams,
+        source: PullParams,
         tokens: int,
         external: int,
         local: BlockTables,
     ) -> Sequence[int]:
-        """Order a read for the next step."""
-        if not isinstance(source, PullParams):
-            raise TypeError(f"a pull cannot load from {type(source).__name__}")
+        """Order to read the last ``external`` of so many ``tokens``; return the blocks."""
         token_ranges: list[TokenRange] = []
         for number, group in enumerate(self._engine_config.groups):
             start, stop = group.missing_tokens(tokens + 1, external)
@@ -182,15 +153,6 @@ class PullDecode:
         )
         return [block for token_range in token_ranges for block in token_range.local]
 
-    def abort(self, own: RequestId) -> LoadResult | None:
-        """Do nothing: the read ends by itself, and vLLM keeps the blocks until then."""
-        return None
-
-    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """Stop to renew the lease."""
-        engine = source.remote_engine_id
-        self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
-
     def take_orders(self) -> list[LoadOrder]:
         """Return the orders since the last call."""
         orders = self._orders
@@ -212,7 +174,10 @@ class PushDecode:
         self._newly_fenced: list[RequestId] = []  # since the last step
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
-        """Parse the address of the prefill engine. That engine compares the prompts' digests."""
+        """Parse the address of the prefill engine, which compares the prompts' digests.
+
+        Raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+        """
         source = parse_push_params(params, request.request_id)
         if not request.abort_immediately:
             _check(self._engine_config, request)
@@ -221,12 +186,12 @@ class PushDecode:
     def start(
         self,
         request: Request,
-        source: PullParams | PushParams,
+        source: PushParams,
         tokens: int,
         external: int,
         local: BlockTables,
     ) -> Sequence[int]:
-        """Register blocks at the prefill engine, which writes into them."""
+        """Register blocks at the prefill engine, which writes into them; return them."""
         groups: list[LentBlocks] = []
         for group, blocks in zip(self._engine_config.groups, local, strict=True):
             start, stop = group.missing_tokens(tokens + 1, external)
@@ -259,15 +224,15 @@ class PushDecode:
         return bool(self._fenced)
 
     def abort(self, own: RequestId) -> LoadResult | None:
-        """Stop the prefill engine; vLLM keeps the blocks until workers report the load's end."""
+        """Stop the prefill engine, or return the end of a load that has not begun.
+
+        VLLM keeps the blocks until workers report it.
+        """
         if (order := self._fenced.pop(own, None)) is None:
             self._post(lambda control, _: control.push_receiver.stop(own))
             return None
         self._post(lambda control, _: control.lease_renewer.release(own, order.engine))
         return LoadResult(own, "the request was aborted")
-
-    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """Do nothing: the control thread has reported the end itself."""
 
     def take_fenced(self) -> list[RequestId]:
         """Return the loads that may begin when the workers have begun the next step."""

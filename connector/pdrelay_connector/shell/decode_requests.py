@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.addresses import is_own_host
 from pdrelay_connector.core.counters import CLOCK, LOADED, SECRET, UNREACHABLE, Counters
-from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.ids import EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import MAX_ID
@@ -29,8 +29,8 @@ from pdrelay_connector.errors import (
 )
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.block_shortage import has_blocks, takes_the_last_blocks
-from pdrelay_connector.shell.control_thread import Post
-from pdrelay_connector.shell.decode_modes import DecodeMode, PullDecode, PushDecode
+from pdrelay_connector.shell.control_thread import ControlCommand, Post
+from pdrelay_connector.shell.decode_modes import PullDecode, PushDecode
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.met_engines import MetEngines
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
@@ -96,12 +96,10 @@ class DecodeRequests:
         self.met = MetEngines()
         self._quarantined = Quarantine(pool)
         self._partial = PartialBlocks(engine_config.groups)
+        self._mode = mode
         # in push, of KV of earlier answers alone
-        self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
-        self._push_decode: PushDecode | None = None
-        if mode.pushes:
-            self._push_decode = PushDecode(engine_config, post, offloaded)
-        self._chooses = mode is Mode.AUTO
+        self._pull_decode = PullDecode(engine_config, signatures, wall_clock)
+        self._push_decode = PushDecode(engine_config, post, offloaded)
         # loads that ended since the last step, for the workers to report to vLLM
         self._arrived: list[LoadResult] = []
         self._is_consumer = engine_config.is_consumer
@@ -138,7 +136,7 @@ class DecodeRequests:
         own = RequestId(request.request_id)
         self._has_had_params = True
         try:
-            source = self._mode_by(params).read(request, params)
+            source = self._read(request, params)
         except InvalidKvParams as exc:
             self._refuse(own, params, exc)
             return
@@ -168,15 +166,10 @@ class DecodeRequests:
             self._counters.count_peer_load(cause, engine)
         self._on_skipped(own, cause)
 
-    def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
-        if self._push_decode is None or (self._chooses and not says_push(params)):
-            return self._pull_decode
-        return self._push_decode
-
-    def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
-        if self._push_decode is None or isinstance(source, PullParams):
-            return self._pull_decode
-        return self._push_decode
+    def _read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
+        if self._mode is Mode.PUSH or (self._mode is Mode.AUTO and says_push(params)):
+            return self._push_decode.read(request, params)
+        return self._pull_decode.read(request, params)
 
     def begin_found(self, own: RequestId, params: PullParams) -> None:
         """Load a prompt's beginning, which a decode engine has leased us from its prefix cache."""
@@ -302,14 +295,20 @@ class DecodeRequests:
         tables = blocks.get_block_ids()
         self._offloaded.allocated(tables)
         tokens = self._loaded_tokens(request, source)
-        remote_prefill.into = self._mode_of(source).start(request, source, tokens, external, tables)
-        before = self._partial.loading(own, tables, tokens, external, self._sizes(source))
-        if before < tokens:
-            self._offloaded.leave_out(own, before)
-        if isinstance(source, PullParams):  # in push, our registration tells P the same
+        sizes: Sequence[int] = ()  # of P's blocks by group; in push, workers exchange them
+        if isinstance(source, PullParams):
+            into = self._pull_decode.start(request, source, tokens, external, tables)
+            sizes = self._pull_decode.sizes(source)
+            # in push, our registration tells P the same
             self._post(
                 lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id)
             )
+        else:
+            into = self._push_decode.start(request, source, tokens, external, tables)
+        remote_prefill.into = into
+        before = self._partial.loading(own, tables, tokens, external, sizes)
+        if before < tokens:
+            self._offloaded.leave_out(own, before)
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
@@ -319,17 +318,13 @@ class DecodeRequests:
             self._pull_decode.take_orders(),
             idle=output.total_num_scheduled_tokens == 0,
             arrived=arrived,
-            fenced=self._push_decode.take_fenced() if self._push_decode is not None else [],
+            fenced=self._push_decode.take_fenced(),
         )
 
     def _loaded_tokens(self, request: Request, source: PullParams | PushParams) -> int:
         """Return up to which token the prompt comes from its engine."""
         end = self._engine_config.loaded_tokens(request.num_prompt_tokens)
         return min(end, source.remote_num_tokens) if isinstance(source, PullParams) else end
-
-    def _sizes(self, source: PullParams | PushParams) -> Sequence[int]:
-        """Return the tokens of P's blocks by group; none in push, where workers exchange them."""
-        return self._pull_decode.sizes(source) if isinstance(source, PullParams) else ()
 
     def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
         """VLLM has received the end of these requests' loads from the workers
@@ -341,7 +336,8 @@ class DecodeRequests:
             own = RequestId(request)
             if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
                 source = remote_prefill.source
-                self._mode_of(source).ended(own, source)
+                if isinstance(source, PullParams):  # a push's end ends this, too
+                    self._post(_stopping(own, source.remote_engine_id))
                 if request in failed:
                     self._shared.loads_nothing(own)
                     # everything was written, so a rank has found it wrong
@@ -356,12 +352,13 @@ class DecodeRequests:
         """Abort the load of a finished request, or drop its lease if its load has not begun."""
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
-        if remote_prefill is not None and remote_prefill.loading:
-            ended = self._mode_of(remote_prefill.source).abort(own)
-            if ended is not None:  # other loads end by themselves, in loads_ended()
-                self._arrived.append(ended)
-        elif remote_prefill is not None:
+        if remote_prefill is not None and not remote_prefill.loading:
             self._release_lease(own)
+        elif remote_prefill is not None and isinstance(remote_prefill.source, PushParams):
+            # a read ends by itself; vLLM keeps the blocks until then
+            ended = self._push_decode.abort(own)
+            if ended is not None:
+                self._arrived.append(ended)
         self._partial.over(own)
         self._shared.finished(request)
 
@@ -384,8 +381,6 @@ class DecodeRequests:
 
     def push_ended(self, result: LoadResult, *, is_live: bool) -> None:
         """A push has ended; the workers report it to vLLM in the next step."""
-        if self._push_decode is None:
-            raise TypeError("the control thread reports a load, and this engine pulls")
         if result.failure:
             # an aborted request no longer needs its KV
             level = logger.warning if is_live else logger.debug
@@ -409,13 +404,12 @@ class DecodeRequests:
 
     def step_begun(self, fenced: Iterable[RequestId]) -> None:
         """The workers have begun the step in which these loads got their blocks."""
-        if self._push_decode is not None:
-            self._push_decode.register(fenced)
+        self._push_decode.register(fenced)
 
     @property
     def has_pending(self) -> bool:
         """Whether the workers must report ended pushes to vLLM in the next step."""
-        return self._push_decode is not None and bool(self._arrived)
+        return bool(self._arrived)
 
     @property
     def awaits_quarantine(self) -> bool:
@@ -445,7 +439,7 @@ class DecodeRequests:
         ]
         if any(isinstance(source, PullParams) for source in loading):
             return False
-        if self._push_decode is not None and self._push_decode.is_fenced:
+        if self._push_decode.is_fenced:
             return False
         is_meeting = is_searching or any(
             not remote_prefill.is_handshake_over
@@ -465,3 +459,7 @@ class DecodeRequests:
         self._shared.loads_nothing(own)
         engine = self._remote_prefills.pop(own).source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.release(own, engine))
+
+
+def _stopping(own: RequestId, engine: EngineId) -> ControlCommand:
+    return lambda control, _: control.lease_renewer.stop_renewing(own, engine)

@@ -157,7 +157,7 @@ def test_p_lends_the_block_of_the_last_state(groups, table):
 
 def loads(params, *, groups=ALIGNED, prompt=PROMPT, external=9, table=(11, 12, 13)):
     """Return what D reads for an offer."""
-    d = PullDecode(engine(groups), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
+    d = PullDecode(engine(groups), Signatures(lambda: ()), lambda: 0.0)
     asked = request(prompt, params=params)
     tokens = engine(groups).loaded_tokens(len(prompt))
     d.start(asked, d.read(asked, params), tokens, external, [[21, 22, 23], list(table)])
@@ -208,7 +208,7 @@ def test_drafts_that_look_three_tokens_ahead_are_computed_by_d(groups):
     p.begin(asked)
     table = [[1, 2, 3], [None, 5, 6]][: len(groups)]
     params = p.finish(asked, *table)
-    d = PullDecode(engine(groups, lookahead=3), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
+    d = PullDecode(engine(groups, lookahead=3), Signatures(lambda: ()), lambda: 0.0)
     ours = request(params=params)
     tokens = engine(groups, lookahead=3).loaded_tokens(ours.num_prompt_tokens)
     d.start(ours, d.read(ours, params), tokens, 8, [[21, 22, 23], [0, 12, 13]][: len(groups)])
@@ -232,7 +232,7 @@ def test_the_state_of_a_whole_prompt_belongs_to_another_prompt():
 
 def test_a_prompt_of_one_token_needs_no_state():
     """D computes it; the offer is valid, so that P's lease ends at once."""
-    d = PullDecode(engine(), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
+    d = PullDecode(engine(), Signatures(lambda: ()), lambda: 0.0)
     p = Prefills()
     asked = request(PROMPT[:1])
     p.begin(asked)

@@ -26,7 +26,8 @@ from pdrelay_connector.core.messages import (
     Welcome,
 )
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.session.worker_links import WorkerLinks

@@ -24,7 +24,7 @@ from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.lease.kv_params import PullParams, PushParams
 from pdrelay_connector.core.messages import LentBlocks
 from pdrelay_connector.core.pull.load import LoadOrder
-from pdrelay_connector.core.push.decode_scheduler import PushOrder
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.push.push_job import ComputedBlocks
 from pdrelay_connector.settings import Settings
 from support.cluster import free_ports

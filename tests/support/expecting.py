@@ -6,7 +6,8 @@ from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.messages import PROTOCOL, Welcome
 from pdrelay_connector.core.ports import PeerConnected
-from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.session.peers import PeerTable
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT

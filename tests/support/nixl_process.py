@@ -293,7 +293,7 @@ class Engine:
         from pdrelay_connector.core.ids import Address
         from pdrelay_connector.core.lease.kv_params import PushParams
         from pdrelay_connector.core.messages import LentBlocks
-        from pdrelay_connector.core.push.decode_scheduler import PushOrder
+        from pdrelay_connector.core.push.expected_push import PushOrder
 
         self.started[request] = time.monotonic()
         lent = LentBlocks(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))

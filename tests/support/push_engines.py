@@ -17,7 +17,8 @@ from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseTable
 from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
 from pdrelay_connector.core.messages import PROTOCOL, Welcome
-from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver

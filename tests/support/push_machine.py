@@ -319,7 +319,7 @@ def nothing_is_left(engine):
     assert engine.lent == {}
     assert len(engine.leases) == len(engine.control.lease_renewer) == len(engine.push_receiver) == 0
     assert engine.control.lease_renewer._leases_by_engine == {}
-    assert engine.push_coordinator._by_request == engine.push_coordinator._early == {}
+    assert engine.push_coordinator._by_request == engine.push_coordinator._remembered._early == {}
     assert engine.push_coordinator._draining == {}
     assert all(peer.pushes == {} for peer in engine.push_coordinator._peers.values())
     for writer in engine.writers:

@@ -530,7 +530,7 @@ class ScheduledEngine:
         assert self.decodes._shared._prompts == {}
         assert (len(control.push_receiver), len(self.reader)) == (0, 0)
         coordinator = control.push_coordinator
-        assert coordinator._by_request == coordinator._early == {}
+        assert coordinator._by_request == coordinator._remembered._early == {}
         assert all(peer.pushes == {} for peer in coordinator._peers.values())
         assert writer._sources == writer._jobs == writer._by_request == writer._by_part == {}
         assert [mover._xfers for mover in self.movers] == [{}, {}]

@@ -19,7 +19,8 @@ from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
 from pdrelay_connector.core.messages import PROTOCOL, LentBlocks, RankInfo, Region, Welcome
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
-from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks

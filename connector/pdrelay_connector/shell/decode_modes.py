@@ -20,7 +20,7 @@ from pdrelay_connector.core.lease.kv_params import (
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import MAX_ID, LentBlocks
 from pdrelay_connector.core.pull.load import LoadOrder
-from pdrelay_connector.core.push.decode_scheduler import PushOrder
+from pdrelay_connector.core.push.expected_push import PushOrder
 from pdrelay_connector.core.results import LoadResult
 from pdrelay_connector.errors import AdapterMismatch, InvalidKvParams, PromptMismatch
 from pdrelay_connector.shell.control_thread import ControlCommand, Post

@@ -157,7 +157,7 @@ def test_a_message_of_an_engine_that_writes_here_is_not_taken_for_a_readers():
     world.d.control.on(MessageReceived(peer.conn, RenewLeases((RequestId("x"),))), now=0.0)
 
     assert world.d.peers.find(peer.conn) is None
-    assert world.d.push_coordinator._early == {}
+    assert len(world.d.push_coordinator._remembered) == 0
     assert world.d.push_receiver._pushes[RequestId("d-a")].state.name == "QUARANTINED"
 
 

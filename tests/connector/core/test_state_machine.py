@@ -6,7 +6,7 @@ from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
 from pdrelay_connector.core.lease import lease_table
 from pdrelay_connector.core.messages import RegisterPush, StagePart
 from pdrelay_connector.core.pull import load
-from pdrelay_connector.core.push import decode_scheduler, part_writer, prefill_scheduler, push_job
+from pdrelay_connector.core.push import expected_push, part_writer, push_job, registered_push
 from pdrelay_connector.core.session import peers
 from pdrelay_connector.core.staging import staged_read
 from pdrelay_connector.errors import IllegalTransition
@@ -23,10 +23,10 @@ LIVES = {  # module: (one that is in a state, what its errors call it)
     lease_table: (lambda state: lease_table._Lease(0.0, state), "a lease"),
     load: (lambda state: load.Load(load.LoadOrder(A, T, P, ADDRESS, ()), state), "load of d-a"),
     peers: (lambda state: peers.Peer(P, ADDRESS, D, state), "peer p0"),
-    prefill_scheduler: (lambda state: prefill_scheduler._Push(D, REGISTER, set(), state), "the push to d-a"),
+    registered_push: (lambda state: registered_push.RegisteredPush(D, REGISTER, set(), state), "the push to d-a"),
     push_job: (lambda state: push_job.PushJob(D, REGISTER, state), "the push to d-a"),
-    decode_scheduler: (
-        lambda state: decode_scheduler._ExpectedPush(decode_scheduler.PushOrder(A, T, P, ADDRESS, None, ()), state),
+    expected_push: (
+        lambda state: expected_push.ExpectedPush(expected_push.PushOrder(A, T, P, ADDRESS, None, ()), state),
         "landing of d-a",
     ),
     part_writer: (lambda state: part_writer._PartWrite(7, (), (), state), "write of part 7"),

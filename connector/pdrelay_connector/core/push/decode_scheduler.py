@@ -14,15 +14,12 @@ Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as th
 copies them into the cache when P is done.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Sequence
 from math import inf
-from typing import Final, NamedTuple
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.deadlines import Deadlines, earliest
-from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
+from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.messages import (
@@ -41,108 +38,18 @@ from pdrelay_connector.core.messages import (
     fits,
 )
 from pdrelay_connector.core.ports import Link
-from pdrelay_connector.core.push.lost_peer import LostPeer
+from pdrelay_connector.core.push.expected_push import (
+    ExpectedPush,
+    PushOrder,
+    ReceiveEvent,
+    ReceiveState,
+)
+from pdrelay_connector.core.push.lost_peer import LostPeers
 from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
 from pdrelay_connector.core.staging.kept_slots import KeptSlots
-from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.errors import ConnectorError, IllegalTransition
-
-
-class ReceiveState(Enum):
-    """State of an expected push."""
-
-    QUEUED = auto()  # for room in our staging buffer
-    WAITING = auto()  # for P to be met, or to answer over a connection that has been quiet for long
-    REGISTERED = auto()  # P may write
-    STOPPING = auto()  # reported as failed; P may still write until it sends PushStopped
-    QUARANTINED = auto()  # aborted, and P is gone: what it sent may still arrive
-    COPYING = auto()  # from our staging buffer into the cache
-    ABORTING = auto()  # given up while it is copied
-    OVER = auto()
-
-
-class ReceiveEvent(Enum):
-    """What can happen to an expected push."""
-
-    SLOTS_GRANTED = auto()
-    REGISTERED = auto()
-    STAGED = auto()  # complete in our host buffer
-    DONE = auto()  # in the cache
-    FAILED = auto()  # and P does not write
-    ABORTED = auto()
-    PEER_LOST = auto()
-    PEER_BACK = auto()
-    RELEASED = auto()
-
-
-TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] = {
-    ReceiveState.QUEUED: {
-        ReceiveEvent.SLOTS_GRANTED: ReceiveState.WAITING,
-        ReceiveEvent.FAILED: ReceiveState.OVER,
-    },
-    ReceiveState.WAITING: {
-        ReceiveEvent.REGISTERED: ReceiveState.REGISTERED,
-        ReceiveEvent.FAILED: ReceiveState.OVER,
-    },
-    ReceiveState.REGISTERED: {
-        ReceiveEvent.STAGED: ReceiveState.COPYING,
-        ReceiveEvent.DONE: ReceiveState.OVER,
-        ReceiveEvent.FAILED: ReceiveState.OVER,
-        ReceiveEvent.ABORTED: ReceiveState.STOPPING,
-        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
-    },
-    ReceiveState.STOPPING: {
-        ReceiveEvent.RELEASED: ReceiveState.OVER,
-        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
-    },
-    ReceiveState.QUARANTINED: {
-        ReceiveEvent.RELEASED: ReceiveState.OVER,
-        ReceiveEvent.PEER_BACK: ReceiveState.STOPPING,
-    },
-    ReceiveState.COPYING: {
-        ReceiveEvent.DONE: ReceiveState.OVER,
-        ReceiveEvent.FAILED: ReceiveState.OVER,
-        ReceiveEvent.ABORTED: ReceiveState.ABORTING,
-    },
-    ReceiveState.ABORTING: {ReceiveEvent.RELEASED: ReceiveState.OVER},
-    ReceiveState.OVER: {},
-}
-
-
-# It has failed, and something may still write into what was lent.
-_FAILED: Final = (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING)
-# What P says or does makes no difference any more, or not yet.
-_IGNORES_PEER: Final = (
-    ReceiveState.QUEUED,
-    ReceiveState.QUARANTINED,
-    ReceiveState.COPYING,
-    ReceiveState.ABORTING,
-)
-
-
-class PushOrder(NamedTuple):
-    """What the scheduler asks for: the blocks to lend, of each KV cache group."""
-
-    request: RequestId  # ours
-    remote_request: RequestId  # the transfer's name
-    engine: EngineId
-    address: Address
-    prompt: str | None  # its digest
-    groups: Sequence[LentBlocks]
-
-
-@dataclass(slots=True)
-class _ExpectedPush:
-    order: PushOrder
-    state: ReceiveState = ReceiveState.WAITING
-    lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
-    sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
-    lost_peer: LostPeer | None = None  # while QUARANTINED
-
-    def on(self, event: ReceiveEvent) -> None:
-        self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
 
 
 class PushReceiver:
@@ -171,13 +78,13 @@ class PushReceiver:
         # s that a push may keep others waiting for its slots: they may be what it waits for
         self._contention_timeout = contention_timeout
         self._staging_receiver = staging_receiver  # absent unless our cache is out of NIXL's reach
-        self._pushes: dict[RequestId, _ExpectedPush] = {}
+        self._pushes: dict[RequestId, ExpectedPush] = {}
         # dicts, because they keep their order
         self._by_engine: dict[EngineId, dict[RequestId, None]] = {}
         # WAITING for P to answer, in their order
         self._awaiting_reply: dict[EngineId, dict[RequestId, None]] = {}
-        # of those that P is to write; of the quarantined, looks
-        self._deadlines: Deadlines[RequestId] = Deadlines()
+        self._lost_peers = LostPeers(peers)  # of the QUARANTINED
+        self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write
         self._contention_deadlines: Deadlines[RequestId] = Deadlines()
         self._kept_slots = KeptSlots[RequestId](contention_timeout)
         self._results: list[LoadResult | BlocksReleased] = []
@@ -189,7 +96,7 @@ class PushReceiver:
         """Lend blocks to P; :meth:`take_results` returns the result."""
         if order.request in self._pushes:
             raise IllegalTransition(f"request {order.request} is registered twice")
-        push = self._pushes[order.request] = _ExpectedPush(order, lent=order.groups)
+        push = self._pushes[order.request] = ExpectedPush(order, lent=order.groups)
         self._by_engine.setdefault(order.engine, {})[order.request] = None
         if self._staging_receiver is None:
             self._deadlines.set(order.request, now + self._timeout)
@@ -222,7 +129,7 @@ class PushReceiver:
                 ]
                 self._approach(push, now)
 
-    def _approach(self, push: _ExpectedPush, now: float) -> None:
+    def _approach(self, push: ExpectedPush, now: float) -> None:
         order = push.order
         peer = self._peers.ensure_connected(order.engine, order.address, now=now)
         if peer.state is PeerState.CONNECTED and peer.is_idle(now=now):
@@ -273,9 +180,9 @@ class PushReceiver:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
             self._ask_about_quarantined(peer)
-        self._judge_resets(peer, now)
+        self._lost_peers.peer_changed(peer, now=now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
-            if push.state in _IGNORES_PEER:
+            if push.ignores_peer:
                 continue
             if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
                 self._register(push, peer)
@@ -291,13 +198,10 @@ class PushReceiver:
                 self._on_copied_in(self._pushes[request], failure)
             self._give_room(self._staging_receiver, now)
         for request in self._deadlines.take_due(now=now):
-            push = self._pushes[request]
-            if push.lost_peer is not None:
-                self._check_quarantine(push, push.lost_peer, now)
-            else:
-                self._abort(
-                    push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s"
-                )
+            reason = f"nothing was written within {self._timeout:g} s"
+            self._abort(self._pushes[request], "loads_failed_timeout", reason)
+        for request in self._lost_peers.take_over(now=now):
+            self._release(self._pushes[request])
         for peer, answer_by in self._awaited_peers():
             if now >= answer_by:
                 self._abort_all_of(peer)
@@ -319,6 +223,7 @@ class PushReceiver:
             self._give_room(self._staging_receiver, now)
         return earliest(
             self._deadlines.next(),
+            self._lost_peers.next(),
             self._contention_deadlines.next() if self._is_contended else None,
             self._kept_slots.next(),
             *(answer_by for _, answer_by in self._awaited_peers() if answer_by > now),
@@ -351,16 +256,7 @@ class PushReceiver:
         self._results = []
         return results
 
-    def _check_quarantine(self, push: _ExpectedPush, lost: LostPeer, now: float) -> None:
-        lost.checks -= 1
-        if lost.checks <= 0:
-            self._release(push)
-            return
-        self._deadlines.set(push.order.request, now + lost.check_interval)
-        if lost.is_silent:
-            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
-
-    def _register(self, push: _ExpectedPush, peer: Peer) -> None:
+    def _register(self, push: ExpectedPush, peer: Peer) -> None:
         order = push.order
         registration = RegisterPush(
             order.request, order.remote_request, order.prompt, tuple(push.lent)
@@ -375,7 +271,7 @@ class PushReceiver:
         self._counters.count("registrations_sent")
         self._link.send(peer.conn, registration)
 
-    def _expected_push(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
+    def _expected_push(self, conn: ConnId, reader: RequestId) -> ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""
         push = self._pushes.get(reader)
         peer = self._peers.find(conn)
@@ -409,7 +305,7 @@ class PushReceiver:
                 push, "loads_failed_lease", "its lease was over before everything was written"
             )
 
-    def _on_copied_in(self, push: _ExpectedPush, failure: str) -> None:
+    def _on_copied_in(self, push: ExpectedPush, failure: str) -> None:
         if push.state is ReceiveState.ABORTING:
             self._release(push)
         elif failure:
@@ -419,7 +315,7 @@ class PushReceiver:
         else:
             self._succeed(push)
 
-    def _succeed(self, push: _ExpectedPush) -> None:
+    def _succeed(self, push: ExpectedPush) -> None:
         """The blocks hold KV.
 
         If P has sampled the prefill, our workers compare them before they count as loaded.
@@ -446,7 +342,7 @@ class PushReceiver:
             counter = "loads_failed_lease" if message.lease_lost else "loads_failed_transfer"
             self._fail(push, counter, f"P stopped: {message.reason}")
 
-    def _on_peer_lost(self, push: _ExpectedPush, peer: Peer, now: float) -> None:
+    def _on_peer_lost(self, push: ExpectedPush, peer: Peer, now: float) -> None:
         # once: over a new connection it is registered at once
         if push.state is ReceiveState.WAITING:
             self._counters.count("registrations_resent")
@@ -458,37 +354,22 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, reason)
         push.on(ReceiveEvent.PEER_LOST)
-        lost = push.lost_peer = LostPeer.of(peer, push.order.address)
-        self._deadlines.set(push.order.request, now + lost.check_interval)
-        self._contention_deadlines.discard(push.order.request)
-        if lost.is_silent:
-            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
+        self._clear_deadlines(push)
+        self._lost_peers.add(push.order.request, peer, push.order.address, now=now)
 
     def _ask_about_quarantined(self, peer: Peer) -> None:
         """Ask a P that is back for PushStopped."""
-        requests: list[RequestId] = []
-        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
-            if push.lost_peer is not None and push.lost_peer.is_back(peer):
-                push.on(ReceiveEvent.PEER_BACK)
-                push.lost_peer = None
-                self._clear_deadlines(push)
-                requests.append(push.order.request)
+        requests = self._lost_peers.take_back(peer)
+        for request in requests:
+            self._pushes[request].on(ReceiveEvent.PEER_BACK)
         for names in by_message(requests):
             self._link.send(peer.conn, CancelPushes(names))
 
-    def _judge_resets(self, peer: Peer, now: float) -> None:
-        """Check whether an answer, or none, proves that a P has died whose connection was reset."""
-        for push in self._pushes.values():
-            lost = push.lost_peer
-            if lost is not None and lost.is_dead_by(peer):
-                lost.has_died()
-                self._deadlines.set(push.order.request, now + lost.check_interval)
-
-    def _abort(self, push: _ExpectedPush, counter: str, reason: str) -> None:
+    def _abort(self, push: ExpectedPush, counter: str, reason: str) -> None:
         """End a push for a reason of ours, and cancel it at P."""
         order = push.order
         was = push.state
-        if was in _FAILED:
+        if push.has_failed:
             return
         if was in (ReceiveState.QUEUED, ReceiveState.WAITING):
             self._lease_renewer.release(order.request, order.engine)
@@ -507,44 +388,45 @@ class PushReceiver:
         ):
             self._link.send(peer.conn, CancelPushes((order.request,)))
 
-    def _report(self, push: _ExpectedPush, failure: str) -> None:
+    def _report(self, push: ExpectedPush, failure: str) -> None:
         """Report a failed push that P may still write into; a staged one has no such blocks yet."""
         quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
         self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
         self._kept_slots.keep(push.order.request)
 
-    def _release(self, push: _ExpectedPush) -> None:
+    def _release(self, push: ExpectedPush) -> None:
         if self._staging_receiver is None or push.state is ReceiveState.ABORTING:
             self._results.append(BlocksReleased(push.order.request))
         push.on(ReceiveEvent.RELEASED)
         self._forget(push)
 
-    def _forget(self, push: _ExpectedPush) -> None:
+    def _forget(self, push: ExpectedPush) -> None:
         order = push.order
         del self._pushes[order.request], self._by_engine[order.engine][order.request]
         if not self._by_engine[order.engine]:
             del self._by_engine[order.engine]
         self._awaiting_reply.get(order.engine, {}).pop(order.request, None)
         self._clear_deadlines(push)
+        self._lost_peers.discard(order.request)
         self._kept_slots.forget(order.request)
         if self._staging_receiver is not None:
             self._staging_receiver.slots.release(order.request)
 
-    def _clear_deadlines(self, push: _ExpectedPush) -> None:
+    def _clear_deadlines(self, push: ExpectedPush) -> None:
         """Clear all deadlines: only P's answer, or a copy's end, matters now."""
         self._deadlines.discard(push.order.request)
         self._contention_deadlines.discard(push.order.request)
 
-    def _fail_unmet(self, push: _ExpectedPush, peer: Peer) -> None:
+    def _fail_unmet(self, push: ExpectedPush, peer: Peer) -> None:
         reason = f"{peer.address} was not met: {peer.reason}"
         self._fail(push, "loads_failed_handshake", reason, cause=peer.cause)
 
-    def _fail(self, push: _ExpectedPush, counter: str, reason: str, *, cause: str = "") -> None:
+    def _fail(self, push: ExpectedPush, counter: str, reason: str, *, cause: str = "") -> None:
         push.on(ReceiveEvent.FAILED)
         self._counters.count_load(counter, push.order.engine, cause=cause)
         self._end(push, reason)
 
-    def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:
+    def _end(self, push: ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:
         order = push.order
         self._forget(push)
         self._lease_renewer.stop_renewing(order.request, order.engine)

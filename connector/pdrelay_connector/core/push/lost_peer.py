@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdrelay_connector.core.ids import Address
+from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.ids import Address, RequestId
 from pdrelay_connector.core.messages import RankInfo
-from pdrelay_connector.core.session.peers import Peer, PeerState
+from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 
 # (s between looks, looks). Not a span of time: a process that was stopped meanwhile must run for a
 # while before what lies in its sockets has been taken in.
@@ -57,7 +58,7 @@ class LostPeer:
 
     def is_back(self, peer: Peer) -> bool:
         """Whether that process is connected again: it alone knows whether its workers write."""
-        return peer.ranks == self.ranks
+        return peer.engine == self.peer.engine and peer.ranks == self.ranks
 
     def is_dead_by(self, peer: Peer) -> bool:
         """Whether what is at its address now, or that nothing is, shows that it has died.
@@ -67,3 +68,58 @@ class LostPeer:
         answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
         has_ended = peer.has_ended and peer.engine == self.peer.engine
         return self.is_reset and self.address == peer.address and (answers or has_ended)
+
+
+class LostPeers:
+    """The quarantined pushes, each with its P."""
+
+    def __init__(self, peers: PeerTable) -> None:
+        self._peers = peers
+        self._lost: dict[RequestId, LostPeer] = {}
+        self._looks: Deadlines[RequestId] = Deadlines()
+
+    def add(self, request: RequestId, peer: Peer, address: Address, *, now: float) -> None:
+        """The connection of a push's P has ended."""
+        lost = self._lost[request] = LostPeer.of(peer, address)
+        self._look_later(request, lost, now)
+
+    def take_back(self, peer: Peer) -> list[RequestId]:
+        """Return the pushes of a P that is connected again, which ends their quarantine."""
+        requests = [request for request, lost in self._lost.items() if lost.is_back(peer)]
+        for request in requests:
+            self.discard(request)
+        return requests
+
+    def peer_changed(self, peer: Peer, *, now: float) -> None:
+        """Check whether an answer, or none, proves that a P has died whose connection was reset."""
+        for request, lost in self._lost.items():
+            if lost.is_dead_by(peer):
+                lost.has_died()
+                self._looks.set(request, now + lost.check_interval)
+
+    def take_over(self, *, now: float) -> list[RequestId]:
+        """Return the pushes of which all that P had sent must have arrived."""
+        over: list[RequestId] = []
+        for request in self._looks.take_due(now=now):
+            lost = self._lost[request]
+            lost.checks -= 1
+            if lost.checks > 0:
+                self._look_later(request, lost, now)
+            else:
+                self.discard(request)
+                over.append(request)
+        return over
+
+    def next(self) -> float | None:
+        """Return when to look next."""
+        return self._looks.next()
+
+    def discard(self, request: RequestId) -> None:
+        """Forget a push, if it is quarantined."""
+        self._lost.pop(request, None)
+        self._looks.discard(request)
+
+    def _look_later(self, request: RequestId, lost: LostPeer, now: float) -> None:
+        self._looks.set(request, now + lost.check_interval)
+        if lost.is_silent:
+            self._peers.ensure_connected(lost.peer.engine, lost.address, now=now)

@@ -9,11 +9,7 @@ A transfer belongs to the first decode engine that names it, while its connectio
 engines can neither claim nor end it, nor get its KV.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
@@ -34,7 +30,6 @@ from pdrelay_connector.core.messages import (
     PushWritten,
     RankInfo,
     RankMemory,
-    RankSums,
     RegisterPush,
     RenewLeases,
     StartPush,
@@ -44,130 +39,20 @@ from pdrelay_connector.core.messages import (
     fits,
 )
 from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+from pdrelay_connector.core.push.registered_push import (
+    DecodePeer,
+    DrainingPush,
+    PushEvent,
+    PushKey,
+    PushState,
+    RegisteredPush,
+)
+from pdrelay_connector.core.push.remembered_transfers import RememberedTransfers
 from pdrelay_connector.core.session.worker_links import WorkerLinks
-from pdrelay_connector.core.state_machine import transition
 
-T = TypeVar("T")
-
-# Registrations, and transfers heard of before their prefill: beyond it they are refused, or
-# forgotten.
-MAX_PUSHES = 65536
+MAX_PUSHES = 65536  # registrations; beyond it they are refused
 # of one connection, so that one engine does not use up what others need
 MAX_PUSHES_PER_PEER = MAX_PUSHES // 4
-
-
-class PushState(Enum):
-    """State of a push to one reader, over all workers."""
-
-    OPEN = auto()
-    STOPPING = auto()  # workers have been told to stop
-    OVER = auto()
-
-
-class PushEvent(Enum):
-    """What can happen to it."""
-
-    WRITTEN = auto()  # by the last worker
-    STOPPED = auto()
-    DRAINED = auto()  # no worker writes any more
-
-
-TRANSITIONS: Final[Mapping[PushState, Mapping[PushEvent, PushState]]] = {
-    PushState.OPEN: {PushEvent.WRITTEN: PushState.OVER, PushEvent.STOPPED: PushState.STOPPING},
-    PushState.STOPPING: {PushEvent.DRAINED: PushState.OVER},
-    PushState.OVER: {},
-}
-
-
-@dataclass(slots=True)
-class _Push:
-    peer: ConnId
-    order: RegisterPush
-    writing_ranks: set[int]  # ranks that write, or may
-    state: PushState = PushState.OPEN
-    reason: str = ""  # why it stopped
-    lease_lost: bool = False  # because the lease was over
-    sums: list[RankSums] = field(default_factory=list[RankSums])  # of the workers that have written
-
-    def on(self, event: PushEvent) -> None:
-        self.state = transition(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
-
-
-class _PushKey(NamedTuple):
-    """Whom a push is for."""
-
-    peer: ConnId
-    reader: RequestId
-
-
-@dataclass(slots=True)
-class _EarlyInterest:
-    """A decode engine's messages about a transfer before its prefill has finished."""
-
-    peer: ConnId | None  # the connection that renews; absent: the transfer is not wanted any more
-    until: float
-
-
-@dataclass(slots=True)
-class _Draining:
-    """A push whose decode engine has disconnected, while workers may still write."""
-
-    engine: EngineId | None
-    writing_ranks: set[int]
-    asker: ConnId | None = None  # the connection over which that engine wants to hear of its end
-
-
-@dataclass(slots=True)
-class _DecodePeer:
-    """A decode engine: the memory of its ranks, and its registrations."""
-
-    engine: EngineId | None = None
-    ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])  # by worker
-    pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
-    # blocks of all pushes, by KV cache group
-    lent: Counter[int] = field(default_factory=Counter[int])
-    # blocks that there are, by KV cache group
-    capacity: dict[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the memory of all its ranks is known."""
-        return bool(self.ranks) and len(self.ranks) == next(iter(self.ranks.values())).workers
-
-    def can_lend(self, order: RegisterPush) -> bool:
-        """Whether it can lend these blocks, too: it cannot lend a block twice."""
-        return all(
-            self.lent[group] + blocks <= self.capacity.get(group, 0)
-            for group, blocks in _blocks(order).items()
-        )
-
-    def add_rank(self, rank: RankInfo) -> bool:
-        """Add the memory of a rank; false: it is impossible, or contradicts an earlier one."""
-        first = next(iter(self.ranks.values()), rank)
-        if (
-            rank.rank >= rank.ranks
-            or rank.stage >= rank.stages
-            or (rank.ranks, rank.stages) != (first.ranks, first.stages)
-            or self.ranks.setdefault(rank.worker, rank) != rank
-        ):
-            return False
-        self.capacity.update({region.group: region.blocks for region in rank.regions})
-        return True
-
-    def add(self, push: _Push) -> None:
-        """Take a registration in."""
-        self.pushes[push.order.reader] = push
-        self.lent.update(_blocks(push.order))
-
-    def remove(self, push: _Push) -> None:
-        """Forget one that is over."""
-        del self.pushes[push.order.reader]
-        self.lent.subtract(_blocks(push.order))
-
-
-def _blocks(order: RegisterPush) -> dict[int, int]:
-    """Return how many blocks of each KV cache group are lent."""
-    return {group: len(lent.blocks) for group, lent in enumerate(order.groups)}
 
 
 class PushCoordinator:
@@ -186,24 +71,15 @@ class PushCoordinator:
         self._lease_manager = lease_manager
         self._counters = counters
         self._workers = WorkerLinks(link, tokens)
-        # s that a transfer without a prefill is remembered
-        self._registration_timeout = registration_timeout
+        self._remembered = RememberedTransfers(registration_timeout)
         self._seen_ranks: set[int] = set()  # ranks that may write, connected or not
-        self._peers: dict[ConnId, _DecodePeer] = {}
-        self._draining: dict[_PushKey, _Draining] = {}
-        self._open = 0  # pushes of all decode engines
+        self._peers: dict[ConnId, DecodePeer] = {}
+        self._draining: dict[PushKey, DrainingPush] = {}
         self._leased: set[RequestId] = set()  # transfers whose lease has yet to be released
-        self._by_request: dict[RequestId, dict[_PushKey, _Push]] = {}
-        # These two are emptied from the front, which takes a plain dict longer the more it has
-        # lost.
-        # the longest unheard of first
-        self._early: OrderedDict[RequestId, _EarlyInterest] = OrderedDict()
-        self._early_by_conn: dict[ConnId, dict[RequestId, None]] = {}
-        # transfers that are over -> remembered until
-        self._over: OrderedDict[RequestId, float] = OrderedDict()
+        self._by_request: dict[RequestId, dict[PushKey, RegisteredPush]] = {}
 
     def __len__(self) -> int:
-        tables = (self._by_request, self._early, self._peers, self._over, self._draining)
+        tables = (self._by_request, self._remembered, self._peers, self._draining)
         return sum(len(table) for table in tables)
 
     # ---- the engine
@@ -211,8 +87,8 @@ class PushCoordinator:
     def granted(self, request: RequestId, *, now: float) -> None:
         """Handle the end of a prefill: its lease is for the engine that named the transfer."""
         self._leased.add(request)
-        self._over.pop(request, None)
-        early = self._forget_early(request)
+        self._remembered.begin_again(request)
+        early = self._remembered.take_early(request)
         pushes = self._by_request.get(request)
         if pushes:
             self._lease_manager.renew(next(iter(pushes)).peer, (request,), now=now)
@@ -227,7 +103,7 @@ class PushCoordinator:
 
     def abandoned(self, request: RequestId, *, now: float) -> None:
         """The prefill ended without KV to hand over."""
-        self._forget_early(request)
+        self._remembered.take_early(request)
         self._stop_all(request, "the prefill ended without handing its KV over", now)
 
     def released(self, ended: Iterable[LeaseEnded], *, now: float) -> None:
@@ -246,7 +122,7 @@ class PushCoordinator:
     @property
     def may_write(self) -> bool:
         """Whether a worker of ours may still write into another engine."""
-        return bool(self._open or self._draining)
+        return bool(self._by_request or self._draining)
 
     # ---- the network
 
@@ -264,10 +140,7 @@ class PushCoordinator:
 
     def advance(self, *, now: float) -> None:
         """Forget transfers that were spoken of and never prefilled, or are long over."""
-        for request in _old(self._early, now, lambda early: early.until):
-            self._forget_early(request)
-        for request in _old(self._over, now, lambda until: until):
-            del self._over[request]
+        self._remembered.advance(now=now)
 
     def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
@@ -304,17 +177,16 @@ class PushCoordinator:
     def _lost(self, conn: ConnId, now: float) -> None:
         self._lease_manager.on_connection_lost(conn)
         self._workers.remove(conn)
-        self._note_interest(list(self._early_by_conn.get(conn, ())), conn, now, wants=False)
+        self._note_interest(self._remembered.wanted_by(conn), conn, now, wants=False)
         peer = self._peers.pop(conn, None)
         if peer is None:
             return
-        self._open -= len(peer.pushes)
         for draining in self._draining.values():
             draining.asker = None if draining.asker == conn else draining.asker
         for push in peer.pushes.values():
             self._unlist(push)
             if ranks := push.writing_ranks & self._seen_ranks:
-                self._draining[_PushKey(conn, push.order.reader)] = _Draining(peer.engine, ranks)
+                self._draining[push.key] = DrainingPush(peer.engine, ranks)
             if push.order.request not in self._by_request and not self._lease_manager.holds(
                 push.order.request
             ):
@@ -329,7 +201,7 @@ class PushCoordinator:
         lease_lost = [
             request
             for request in without
-            if request in self._over or self._lease_manager.holds(request)
+            if self._remembered.is_over(request) or self._lease_manager.holds(request)
         ]
         return lease_lost + self._note_interest(
             [request for request in without if not self._lease_manager.holds(request)], conn, now
@@ -341,8 +213,7 @@ class PushCoordinator:
             return holder
         if pushes := self._by_request.get(request):
             return next(iter(pushes)).peer
-        early = self._early.get(request)
-        return early.peer if early is not None else None
+        return self._remembered.owner(request)
 
     def _is_foreign(self, request: RequestId, conn: ConnId) -> bool:
         """Whether a transfer is another engine's; counted."""
@@ -354,34 +225,17 @@ class PushCoordinator:
     def _note_interest(
         self, requests: Iterable[RequestId], conn: ConnId, now: float, *, wants: bool = True
     ) -> list[RequestId]:
-        """Remember messages about unfinished transfers; return the transfers of other engines.
-
-        The latest message is at the end of the dict.
-        """
+        """Remember messages about unfinished transfers; return the transfers of other engines."""
         foreign: list[RequestId] = []
         for request in requests:
-            if request in self._over:
+            if self._remembered.is_over(request):
                 self._counters.count("unknown_transfer_messages")
             elif self._is_foreign(request, conn):
                 foreign.append(request)
             else:
                 self._counters.count("early_transfer_messages")
-                self._forget_early(request)
-                self._early[request] = _EarlyInterest(
-                    conn if wants else None, now + self._registration_timeout
-                )
-                if wants:
-                    self._early_by_conn.setdefault(conn, {})[request] = None
+                self._remembered.note(request, conn if wants else None, now=now)
         return foreign
-
-    def _forget_early(self, request: RequestId) -> _EarlyInterest | None:
-        early = self._early.pop(request, None)
-        if early is not None and early.peer is not None:
-            names = self._early_by_conn[early.peer]
-            del names[request]
-            if not names:
-                del self._early_by_conn[early.peer]
-        return early
 
     def _on_rank_memory(self, conn: ConnId, rank: RankInfo, now: float) -> None:
         # After a silent cut D is back before our kernel gives its earlier connection up. Workers
@@ -394,7 +248,7 @@ class PushCoordinator:
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
-        peer = self._peers.setdefault(conn, _DecodePeer(self._link.engine_of(conn)))
+        peer = self._peers.setdefault(conn, DecodePeer(self._link.engine_of(conn)))
         memory = self._memory(conn, rank)
         if fits(memory) and peer.add_rank(rank):
             self._workers.send_all(memory)
@@ -412,7 +266,7 @@ class PushCoordinator:
         elif peer is None or not peer.is_known:
             reason = "the memory of the decode engine's ranks is not known"
             self._link.send(conn, PushStopped(order.reader, reason))
-        elif order.request in self._over:
+        elif self._remembered.is_over(order.request):
             self._counters.count("unknown_transfer_messages")
             self._link.send(conn, PushStopped(order.reader, f"transfer {order.request} is over"))
         elif self._is_foreign(order.request, conn):
@@ -422,29 +276,29 @@ class PushCoordinator:
             self._counters.count("pushes_refused")
             self._link.send(conn, PushStopped(order.reader, reason))
         else:
-            peer.add(push := _Push(conn, order, set(self._workers.ranks)))
-            self._open += 1
-            self._by_request.setdefault(order.request, {})[_PushKey(conn, order.reader)] = push
+            peer.add(push := RegisteredPush(conn, order, set(self._workers.ranks)))
+            self._by_request.setdefault(order.request, {})[push.key] = push
             self._counters.count("registrations")
             if self._lease_manager.holds(order.request):
                 # it is this engine's from now on
                 self._lease_manager.renew(conn, (order.request,), now=now)
             self._workers.send_all(StartPush(conn, order))
 
-    def _exceeded_limit(self, conn: ConnId, order: RegisterPush, peer: _DecodePeer) -> str:
+    def _exceeded_limit(self, conn: ConnId, order: RegisterPush, peer: DecodePeer) -> str:
         """Return the limit that a registration would exceed, in words; empty: none."""
         if not peer.can_lend(order):
             return "more blocks are registered than the decode engine has"
         if len(peer.pushes) >= MAX_PUSHES_PER_PEER:
             return f"{len(peer.pushes)} registrations of yours are open"
-        if self._open + len(self._draining) >= MAX_PUSHES:
+        open_pushes = sum(len(known.pushes) for known in self._peers.values())
+        if open_pushes + len(self._draining) >= MAX_PUSHES:
             return f"{MAX_PUSHES} registrations are open"
         if not fits(StartPush(conn, order)):
             return "it names more blocks than an order to a worker can"
         return ""
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
-        peer = self._peers.get(conn, _DecodePeer())
+        peer = self._peers.get(conn, DecodePeer())
         engine = self._link.engine_of(conn)
         draining = {
             key.reader: drained
@@ -509,7 +363,7 @@ class PushCoordinator:
 
     def _on_drained(self, rank: int, event: PushWritten | PushAborted | WriteStalled) -> None:
         """Handle a worker's message about a push whose decode engine has disconnected."""
-        key = _PushKey(event.peer, event.reader)
+        key = PushKey(event.peer, event.reader)
         draining = self._draining.get(key)
         if draining is None or isinstance(event, WriteStalled):
             self._counters.count("unknown_transfer_messages")
@@ -522,7 +376,7 @@ class PushCoordinator:
                     draining.asker, PushStopped(event.reader, "the connection was lost")
                 )
 
-    def _stop(self, push: _Push, reason: str, *, lease_lost: bool = False) -> None:
+    def _stop(self, push: RegisteredPush, reason: str, *, lease_lost: bool = False) -> None:
         if push.state is not PushState.OPEN:
             return
         push.on(PushEvent.STOPPED)
@@ -533,13 +387,12 @@ class PushCoordinator:
         push.writing_ranks &= self._seen_ranks
         self._end_if_drained(push)
 
-    def _end_if_drained(self, push: _Push) -> None:
+    def _end_if_drained(self, push: RegisteredPush) -> None:
         if push.writing_ranks or push.state is PushState.OVER:
             return
         reader = push.order.reader
         request = push.order.request
         self._peers[push.peer].remove(push)
-        self._open -= 1
         self._unlist(push)
         if push.state is PushState.STOPPING:
             push.on(PushEvent.DRAINED)
@@ -553,27 +406,15 @@ class PushCoordinator:
         if request not in self._by_request:
             self._lease_manager.finish(request)
 
-    def _unlist(self, push: _Push) -> None:
+    def _unlist(self, push: RegisteredPush) -> None:
         pushes = self._by_request[push.order.request]
-        del pushes[_PushKey(push.peer, push.order.reader)]
+        del pushes[push.key]
         if not pushes:
             del self._by_request[push.order.request]
 
     def _stop_all(
         self, request: RequestId, reason: str, now: float, *, lease_lost: bool = False
     ) -> None:
-        self._over.pop(request, None)
-        self._over[request] = now + self._registration_timeout
+        self._remembered.end(request, now=now)
         for push in list(self._by_request.get(request, {}).values()):
             self._stop(push, reason, lease_lost=lease_lost)
-
-
-def _old(
-    entries: OrderedDict[RequestId, T], now: float, until: Callable[[T], float]
-) -> Iterator[RequestId]:
-    """Name the first entries, for the caller to drop, whose time is over or that are too many."""
-    while entries:
-        request, entry = next(iter(entries.items()))
-        if until(entry) > now and len(entries) <= MAX_PUSHES:
-            return
-        yield request

@@ -18,7 +18,7 @@ from pdrelay_connector.core.messages import (
     Welcome,
 )
 from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from pdrelay_connector.core.push.decode_scheduler import ReceiveState
+from pdrelay_connector.core.push.expected_push import ReceiveState
 from pdrelay_connector.core.push.lost_peer import LOCAL_QUARANTINE, LONG_QUARANTINE, QUARANTINE
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.peers import MAX_BACKOFF, QUIET, PeerState
@@ -267,7 +267,7 @@ def test_a_p_that_is_lost_again_before_it_has_answered_may_still_write(harness):
     harness.lose(silent=True)
 
     assert harness.state(A) is ReceiveState.QUARANTINED
-    assert harness.push_receiver._pushes[A].lost_peer.checks == LONG_QUARANTINE[1]
+    assert harness.push_receiver._lost_peers._lost[A].checks == LONG_QUARANTINE[1]
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -372,7 +372,7 @@ def test_a_p_that_breaks_the_protocol_may_live(harness):
 
     assert harness.link.closed == [conn]
     assert harness.take_results()[0].quarantined
-    assert harness.push_receiver._pushes[A].lost_peer.checks == LONG_QUARANTINE[1]
+    assert harness.push_receiver._lost_peers._lost[A].checks == LONG_QUARANTINE[1]
 
 
 def test_a_push_whose_blocks_no_message_can_name_is_not_registered(harness):

@@ -30,7 +30,7 @@ from pdrelay_connector.core.messages import (
     encode,
 )
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
-from pdrelay_connector.core.push import prefill_scheduler
+from pdrelay_connector.core.push import prefill_scheduler, remembered_transfers
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from support.engines import LEASE, changed, rank_info
 from support.recording_link import RecordingLink
@@ -179,19 +179,19 @@ def test_words_about_transfers_that_never_come_are_forgotten(harness):
     harness.hear(D, RenewLeases((RequestId("u"),)))
     harness.now = PATIENCE
     harness.turn()
-    assert harness.push_coordinator._early.keys() == {"u"}
+    assert harness.push_coordinator._remembered._early.keys() == {"u"}
     harness.now = 2 * PATIENCE
     harness.turn()
 
-    assert harness.push_coordinator._early == {}
+    assert harness.push_coordinator._remembered._early == {}
 
 
 def test_early_words_are_limited_to_the_latest(harness, monkeypatch):
     """A decode engine could otherwise fill our memory."""
-    monkeypatch.setattr(prefill_scheduler, "MAX_PUSHES", 3)
+    monkeypatch.setattr(remembered_transfers, "MAX_REMEMBERED", 3)
     harness.hear(D, RenewLeases(tuple(RequestId(str(number)) for number in range(9))))
 
-    assert list(harness.push_coordinator._early) == ["6", "7", "8"]
+    assert list(harness.push_coordinator._remembered._early) == ["6", "7", "8"]
 
 
 # ---- a worker that connects again

@@ -20,23 +20,18 @@ RETRY_INTERVAL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ShortRequest:
-    """A request that has lacked blocks for the threshold, and their number."""
+    """A request that lacks blocks, and their number."""
 
     request: Request
     blocks: int
 
 
 class BlockShortage:
-    """Runs on the engine thread.
+    """Runs on the engine thread."""
 
-    A request must lack blocks for ``threshold`` seconds to be reported.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], *, threshold: float) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        self._threshold = threshold
         self._considered: tuple[Request, int] | None = None  # in this step, with its cached tokens
-        self._look_at: float | None = None  # absent while no request lacks blocks
 
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request, of which ``computed`` tokens are cached or loaded."""
@@ -47,27 +42,36 @@ class BlockShortage:
         if self._considered is not None and self._considered[0] is request:
             self._considered = None
 
-    def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
-        """Return the request that has lacked blocks for too long, at most once a second.
-
-        Called once per step.
-        """
+    def step(self, pool: BlockPool) -> ShortRequest | None:
+        """Return the request that lacks blocks in this step. Called once per step."""
         considered = self._considered
         self._considered = None
-        blocks = 0
-        if considered is not None:
-            has_loaded = considered[0].num_computed_tokens > 0
-            cached = 0 if has_loaded else cached_free_blocks(pool, self._groups, *considered)
-            blocks = blocks_needed(self._groups, *considered) + cached - pool.get_num_free_blocks()
-        if considered is None or blocks <= 0:
-            self._look_at = None
+        if considered is None:
             return None
-        if self._look_at is None:
-            self._look_at = now + self._threshold
-        if now < self._look_at:
-            return None
-        self._look_at = now + RETRY_INTERVAL
-        return ShortRequest(considered[0], blocks)
+        has_loaded = considered[0].num_computed_tokens > 0
+        cached = 0 if has_loaded else cached_free_blocks(pool, self._groups, *considered)
+        blocks = blocks_needed(self._groups, *considered) + cached - pool.get_num_free_blocks()
+        return ShortRequest(considered[0], blocks) if blocks > 0 else None
+
+
+class ShortageTimer:
+    """When to revoke leases: after a shortage of so many ``seconds``, and then once a second."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._due: float | None = None  # absent while no request lacks blocks
+
+    def is_due(self, *, is_short: bool, now: float) -> bool:
+        """Tell whether to revoke leases now. Called once per step."""
+        if not is_short:
+            self._due = None
+            return False
+        if self._due is None:
+            self._due = now + self._seconds
+        if now < self._due:
+            return False
+        self._due = now + RETRY_INTERVAL
+        return True
 
 
 def blocks_needed(groups: Sequence[CacheGroup], request: Request, computed: int) -> int:

@@ -11,12 +11,11 @@ from uuid import uuid4
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, Question
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, RequestId
-from pdrelay_connector.shell.block_shortage import BlockShortage
+from pdrelay_connector.shell.block_shortage import ShortageTimer, ShortRequest
 from pdrelay_connector.shell.control_thread import Post
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
@@ -55,7 +54,7 @@ class CachedPrefixes:
         self._post = post
         self._pool = pool
         self._counters = counters
-        self._shortage = BlockShortage(engine_config.groups, threshold=0.0)
+        self._shortage = ShortageTimer(0.0)
         self._lookups: list[PrefixLookup] = []
         self._pinned: deque[_PinnedPrefix] = deque()
         self._scheduled = 0  # number of the last step that computes tokens
@@ -65,27 +64,20 @@ class CachedPrefixes:
         """Queue a prompt for the next :meth:`look_up`."""
         self._lookups.append(lookup)
 
-    def considered(self, request: Request, computed: int) -> None:
-        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
-        if self.is_on:
-            self._shortage.considered(request, computed)
-
-    def allocated(self, request: Request) -> None:
-        """VLLM has allocated the blocks of a waiting request."""
-        self._shortage.allocated(request)
-
-    def scheduled(self, output: SchedulerOutput, *, now: float) -> int:
-        """Return the number of a step that vLLM has scheduled; 0 if it computes no tokens.
-
-        Also revoke leases of cached blocks that a waiting request lacks: what they spare another
-        engine is not worth a request that waits here.
-        """
-        if self.is_on and (lacking := self._shortage.step(self._pool(), now=now)) is not None:
-            self._prefills.revoke(lacking.blocks, LEAST_IMPORTANT)
+    def scheduled(self, output: SchedulerOutput) -> int:
+        """Return the number of a step that vLLM has scheduled; 0 if it computes no tokens."""
         if output.total_num_scheduled_tokens == 0:
             return 0
         self._scheduled += 1
         return self._scheduled
+
+    def relieve(self, short: ShortRequest | None, *, now: float) -> None:
+        """Revoke leases of cached blocks that a waiting request lacks.
+
+        What they spare another engine is not worth a request that waits here.
+        """
+        if self._shortage.is_due(is_short=short is not None, now=now) and short is not None:
+            self._prefills.revoke(short.blocks, LEAST_IMPORTANT)
 
     def leave_out(self, bad: Set[int]) -> None:
         """Answer that nothing is cached where a block was not computed right, after all."""

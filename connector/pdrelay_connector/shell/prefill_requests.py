@@ -4,7 +4,7 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -29,7 +29,7 @@ from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import InvalidKvParams
 from pdrelay_connector.settings import Mode
-from pdrelay_connector.shell.block_shortage import BlockShortage
+from pdrelay_connector.shell.block_shortage import ShortageTimer, ShortRequest
 from pdrelay_connector.shell.control_thread import ControlCommand, Post
 from pdrelay_connector.shell.decode_modes import BlockTables
 from pdrelay_connector.shell.engine_config import EngineConfig
@@ -81,9 +81,7 @@ class PrefillRequests:
         # in pull: for the workers' next step
         self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}
         self._has_named_role = False  # of an engine that lends nothing, in the log
-        self._shortage: BlockShortage | None = None  # only where leases may be revoked
-        if engine_config.is_producer and settings.revoke_after:
-            self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
+        self._shortage = ShortageTimer(settings.revoke_after or inf)
         self._push_progress: PushProgress | None = None  # only where KV is pushed
         if engine_config.is_producer and settings.mode.pushes:
             self._push_progress = PushProgress(engine_config.groups)
@@ -131,19 +129,8 @@ class PrefillRequests:
         if leases := self._transfers.abandon(transfer):
             self._post(lambda control, _: control.abandon(leases))
 
-    def considered(self, request: Request, computed: int) -> None:
-        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
-        if self._shortage is not None:
-            self._shortage.considered(request, computed)
-
-    def allocated(self, request: Request) -> None:
-        """VLLM has allocated the blocks of a waiting request."""
-        if self._shortage is not None:
-            self._shortage.allocated(request)
-
-    def step(self, output: SchedulerOutput, live: Mapping[str, Request], *, now: float) -> None:
-        """Revoke leases if a request lacks blocks; pin windows that vLLM would free too early."""
-        self._revoke(now)
+    def step(self, output: SchedulerOutput, live: Mapping[str, Request]) -> None:
+        """Pin windows that vLLM would free too early."""
         self._window_pins.step(output, live)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
@@ -242,18 +229,17 @@ class PrefillRequests:
             "blocks_held": float(self._held_blocks.blocks),
         }
 
-    def _revoke(self, now: float) -> None:
-        """Revoke unread leases if a request has waited too long for blocks."""
-        if self._shortage is None or not (lacking := self._shortage.step(self._pool(), now=now)):
+    def relieve(self, short: ShortRequest | None, *, now: float) -> None:
+        """Revoke unread leases if a request has lacked blocks for too long."""
+        if not self._shortage.is_due(is_short=short is not None, now=now) or short is None:
             return
-        if candidates := self._held_blocks.candidates(lacking.blocks, lacking.request.priority):
+        if self.revoke(short.blocks, short.request.priority):
             logger.warning(
                 "pdrelay: %s has lacked %d blocks for %g s: unread leases are revoked",
-                lacking.request.request_id,
-                lacking.blocks,
+                short.request.request_id,
+                short.blocks,
                 self._settings.revoke_after,
             )
-            self._post(lambda control, now: control.revoke(candidates, lacking.blocks, now=now))
 
     def _hand_over(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         params = request.kv_transfer_params or {}
@@ -373,10 +359,15 @@ class PrefillRequests:
         self._pool().touch(blocks)
         return True
 
-    def revoke(self, blocks: int, priority: int) -> None:
-        """Revoke unread leases, none more important than ``priority``, to free so many blocks."""
-        if candidates := self._held_blocks.candidates(blocks, priority):
+    def revoke(self, blocks: int, priority: int) -> bool:
+        """Revoke unread leases, none more important than ``priority``, to free so many blocks.
+
+        False: there are none.
+        """
+        candidates = self._held_blocks.candidates(blocks, priority)
+        if candidates:
             self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
+        return bool(candidates)
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
         """Return the limit that a lease of these blocks would exceed, in words; empty: none."""

@@ -34,6 +34,7 @@ from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_gener
 from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.secrets import secrets_in_force
 from pdrelay_connector.shell.bad_blocks import BadBlocks
+from pdrelay_connector.shell.block_shortage import BlockShortage
 from pdrelay_connector.shell.cache_resets import before_resets
 from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
 from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
@@ -122,6 +123,7 @@ class PDRelayConnectorScheduler:
             offloaded=OffloadedBlocks(),
             on_skipped=self._notes.load_skipped,
         )
+        self._shortage = BlockShortage(engine_config.groups)
         self._failed_loads = FailedLoads()
         self._bad_blocks = BadBlocks(engine_config.groups, self._block_pool)
         self._other_connectors = OtherConnectors(engine_config.groups, self._block_pool)
@@ -240,8 +242,7 @@ class PDRelayConnectorScheduler:
         None: not known yet; vLLM asks again in its next step.
         """
         self._notes.considered(request, computed)
-        self._prefills.considered(request, computed)
-        self._cached.considered(request, computed)
+        self._shortage.considered(request, computed)
         if self._returned.searches(request, computed) or self._failed_loads.gives_way(request):
             return None, False
         match = self._decodes.matched_tokens(request, computed)
@@ -254,21 +255,20 @@ class PDRelayConnectorScheduler:
         """Order the load of ``external`` tokens into the request's blocks."""
         self._failed_loads.over(request.request_id)
         self._other_connectors.allocated(request)
-        self._prefills.allocated(request)
-        self._cached.allocated(request)
+        self._shortage.allocated(request)
         self._decodes.allocated(request, blocks, external)
         self._notes.load_ordered(request, external)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
         if (loaded := self._failed_loads.lacking_blocks()) is not None:
-            self._prefills.considered(loaded, loaded.num_computed_tokens)
-            self._cached.considered(loaded, loaded.num_computed_tokens)
+            self._shortage.considered(loaded, loaded.num_computed_tokens)
         # before a look-up finds what this step computes
-        number = self._cached.scheduled(output, now=self._clock())
+        number = self._cached.scheduled(output)
         is_awaited = self._bad_blocks.scheduled(output, number) or self._cached.is_on
         self._give_up_spoilt()
         self.handle_results()
+        self._relieve()  # before a look-up leases more
         self._cached.look_up()
         if output.total_num_scheduled_tokens == 0 and self._may_wait():
             self._waker.wait(MAX_IDLE_WAIT)
@@ -276,12 +276,19 @@ class PDRelayConnectorScheduler:
             self._cached.look_up()
         self._other_connectors.step_over()
         self._notes.step(output)
-        self._prefills.step(output, self._live, now=self._clock())
+        self._prefills.step(output, self._live)
         metadata = self._decodes.metadata(output)
         metadata.number = number if is_awaited else 0
         metadata.pieces = self._prefills.take_computed(output)
         metadata.sampled = self._prefills.take_sampled()
         return metadata
+
+    def _relieve(self) -> None:
+        """Revoke leases if a request lacks blocks."""
+        short = self._shortage.step(self._block_pool())
+        now = self._clock()
+        self._cached.relieve(short, now=now)
+        self._prefills.relieve(short, now=now)
 
     def _give_up_spoilt(self) -> None:
         """Hand no KV over of requests that were found to have bad blocks."""

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
 
     from pdrelay_connector.shell import vllm_versions
-    from pdrelay_connector.shell.block_shortage import BlockShortage, takes_the_last_blocks
+    from pdrelay_connector.shell.block_shortage import BlockShortage, ShortageTimer, takes_the_last_blocks
     from pdrelay_connector.shell.engine_config import _group
     from support.cache_kinds import Pair
     from support.kinds_table import KINDS
@@ -30,8 +30,8 @@ WAIT = 10.0
 PLAYED = ("full attention", "chunks", *(["state of Mamba 2"] if vllm_versions.ASKS_WHAT_IS_LOADED else []))
 
 
-def short_after_a_wait(*, needs, in_use=0, group=None):
-    """Have a request wait whose first blocks are cached, and nothing else is free; tell how many blocks it lacks."""
+def lacked_blocks(*, needs, in_use=0, group=None):
+    """Return how many blocks a request lacks whose first ones are cached, and nothing else is free."""
     init_none_hash(sha256)
     pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
     hasher = get_request_block_hasher(SIZE, sha256)
@@ -39,32 +39,50 @@ def short_after_a_wait(*, needs, in_use=0, group=None):
     blocks = pool.get_new_blocks(BLOCKS - 1)
     pool.cache_full_blocks(request, blocks, 0, CACHED, SIZE, 0)
     pool.free_blocks(blocks[in_use:CACHED])
-    shortage = BlockShortage([group or CacheGroup(SIZE)], threshold=WAIT)
+    shortage = BlockShortage([group or CacheGroup(SIZE)])
 
     shortage.considered(request, SIZE * CACHED)
-    assert shortage.step(pool, now=0.0) is None
-    shortage.considered(request, SIZE * CACHED)
-    short = shortage.step(pool, now=WAIT)
+    short = shortage.step(pool)
     return short.blocks if short is not None else 0
 
 
 def test_free_blocks_that_are_cached_for_a_request_are_no_room_for_its_other_tokens():
     """VLLM refuses it: each free block is one that it would use already. If nobody notices, leases keep it waiting."""
-    assert short_after_a_wait(needs=CACHED + 3) == 3
+    assert lacked_blocks(needs=CACHED + 3) == 3
 
 
 def test_cached_blocks_that_others_use_take_no_room():
     """They are not free, so the request needs none of the free ones for them."""
-    assert short_after_a_wait(needs=CACHED + 3, in_use=3) == 3
+    assert lacked_blocks(needs=CACHED + 3, in_use=3) == 3
+
+
+def test_a_request_that_has_got_its_blocks_lacks_none():
+    """VLLM has told of it."""
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
+    pool.get_new_blocks(BLOCKS - 1)
+    request = Request("waits", list(range(SIZE)), SamplingParams(), None)
+    shortage = BlockShortage([CacheGroup(SIZE)])
+    shortage.considered(request, 0)
+    shortage.allocated(request)
+
+    assert shortage.step(pool) is None
+
+
+def test_leases_are_revoked_after_a_wait_and_then_once_a_second():
+    """Blocks are free a step later; a shortage that ends begins anew."""
+    timer = ShortageTimer(WAIT)
+    steps = [(0.0, True), (WAIT, True), (WAIT + 0.5, True), (WAIT + 1.0, True), (WAIT + 2.0, False), (WAIT + 3.0, True)]
+
+    assert [timer.is_due(is_short=short, now=now) for now, short in steps] == [False, True, False, True, False, False]
 
 
 def test_a_request_whose_blocks_are_all_cached_lacks_none():
-    assert short_after_a_wait(needs=CACHED) == 0
+    assert lacked_blocks(needs=CACHED) == 0
 
 
 def test_of_a_sliding_window_only_the_blocks_in_the_window_are_cached_for_a_request():
     """VLLM uses no block before it, though it is free and has the right KV."""
-    assert short_after_a_wait(needs=CACHED + 4, group=CacheGroup(SIZE, window=SIZE)) == 1
+    assert lacked_blocks(needs=CACHED + 4, group=CacheGroup(SIZE, window=SIZE)) == 1
 
 
 @pytest.mark.parametrize(

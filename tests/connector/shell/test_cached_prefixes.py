@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    from pdrelay_connector.shell.block_shortage import ShortRequest
     from pdrelay_connector.shell.cached_prefixes import LEAST_IMPORTANT, CachedPrefixes
     from pdrelay_connector.shell.decode_requests import DecodeRequests
     from pdrelay_connector.shell.engine_config import EngineConfig
@@ -201,9 +202,9 @@ def test_only_a_beginning_without_gaps_is_found(side):
 
 def test_the_answer_waits_for_the_steps_that_may_still_compute(side):
     """VLLM caches a block when it schedules it. With asynchronous scheduling two steps are under way."""
-    side.cached.scheduled(STEP, now=0.0)
+    side.cached.scheduled(STEP)
     side.cache(request())
-    last = side.cached.scheduled(STEP, now=0.0)
+    last = side.cached.scheduled(STEP)
     side.want()
     side.cached.look_up()
     assert side.control.names() == ["lend"]
@@ -216,7 +217,7 @@ def test_the_answer_waits_for_the_steps_that_may_still_compute(side):
 
 def test_what_could_not_be_loaded_was_not_cached_after_all(side):
     """Another connector loads a block in the step after which the question was to be answered."""
-    step = side.cached.scheduled(STEP, now=0.0)
+    step = side.cached.scheduled(STEP)
     blocks = side.cache(request())
     side.want()
     side.cached.look_up()
@@ -229,7 +230,7 @@ def test_what_could_not_be_loaded_was_not_cached_after_all(side):
 def test_an_idle_step_computes_nothing(side):
     side.cache(request())
 
-    assert side.cached.scheduled(IDLE, now=0.0) == 0
+    assert side.cached.scheduled(IDLE) == 0
     side.want()
     side.cached.look_up()
     assert len(side.answers()[0]) == 3
@@ -255,22 +256,12 @@ def test_a_request_that_lacks_blocks_has_them_revoked_at_once(side):
     side.pool.get_new_blocks(side.free() - 1)
     side.control.said.clear()
 
-    side.cached.considered(request(name="waits"), 0)
-    side.cached.scheduled(IDLE, now=5.0)
+    side.cached.relieve(ShortRequest(request(name="waits"), 3), now=5.0)
 
     ((name, args),) = side.control.said
     assert name == "revoke"
     assert [lease.request for lease in args[0]] == list(side.prefills._held_blocks._leases)
     assert side.prefills._held_blocks._leases[args[0][0].request].priority == LEAST_IMPORTANT
-
-
-def test_a_request_that_has_got_its_blocks_revokes_nothing(side):
-    waits = request(name="waits")
-    side.cached.considered(waits, 0)
-    side.cached.allocated(waits)
-    side.cached.scheduled(STEP, now=5.0)
-
-    assert side.control.said == []
 
 
 # ---- P

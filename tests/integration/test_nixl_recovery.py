@@ -118,7 +118,7 @@ def test_reads_that_do_not_end_get_another_backend_and_what_was_lent_before_is_r
     with swallowed(connections(p, d)):
         d.order("hangs", p, p.engine, hung)
         assert d.wait("hangs", p)
-        assert d.worker.take_quarantined().quarantined == ["hangs"]
+        assert d.worker.build_connector_worker_meta().quarantined == ["hangs"]
         p.fill(2)
         d.order("lent before", p, p.engine, others)
         assert not d.wait("lent before", p)
@@ -144,8 +144,8 @@ def test_an_engine_whose_backend_was_replaced_sleeps_and_wakes(start):
     shut(hung)
 
     def are_released():
-        d.worker.results()
-        return (news := d.worker.take_quarantined()) and news.released
+        d.worker.get_transfer_results()
+        return (news := d.worker.build_connector_worker_meta()) and news.released
 
     until(are_released)
     d.sleep()
@@ -167,14 +167,14 @@ def test_a_call_that_does_not_return_fails_its_loads_and_holds_their_blocks_unti
     monkeypatch.setattr(nixl_api.nixl_agent, "check_xfer_state", lambda *args: returns.wait(60) and check(*args))
     d.order("hangs", p, p.engine)
     assert d.wait("hangs", p)
-    assert d.worker.take_quarantined().quarantined == ["hangs"]
-    assert d.worker.take_quarantined() is None
+    assert d.worker.build_connector_worker_meta().quarantined == ["hangs"]
+    assert d.worker.build_connector_worker_meta() is None
     returns.set()
     news = []
 
     def is_told():
-        assert not d.worker.results().finished_recving
-        news.append(d.worker.take_quarantined())
+        assert not d.worker.get_transfer_results().finished_recving
+        news.append(d.worker.build_connector_worker_meta())
         return news[-1] is not None
 
     until(is_told)

@@ -330,8 +330,8 @@ class KindsEngine(ScheduledEngine):
             for _, rank in (place if shape.shards == 1 else ())
         ]
         for copy_ in self.copies:
-            copy_.register({}, FINGERPRINT, KernelLayout.ENTRIES)
-            assert copy_.handshake() is None
+            copy_.register_kv_caches({}, FINGERPRINT, KernelLayout.ENTRIES)
+            assert copy_.get_handshake_metadata() is None
         thread = self.connector._scheduler._control
         thread.start = lambda handshakes, *_: self._start_control(thread, engine_config, settings, handshakes)
         thread._outbox.wait = self._wait

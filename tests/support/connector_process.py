@@ -55,10 +55,10 @@ class ConnectorProcess:
         self.caches = {layer: torch.zeros(BLOCKS, 1, SIZE, 512, dtype=torch.int32) for layer in layers}
         self.worker = PDRelayConnectorWorker(self.config, settings, WorkerRank(0))
         self.scheduler = PDRelayConnectorScheduler(self.config, settings, EngineWaker(None))
-        self.worker.register(self.caches, FINGERPRINT, KernelLayout.ENTRIES)
+        self.worker.register_kv_caches(self.caches, FINGERPRINT, KernelLayout.ENTRIES)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
-        self.scheduler.bind_block_pool(self.pool)
-        self.scheduler.start({0: self.worker.handshake()}, FINGERPRINT)
+        self.scheduler.bind_gpu_block_pool(self.pool)
+        self.scheduler.start({0: self.worker.get_handshake_metadata()}, FINGERPRINT)
         self.numbers = {}
 
     @property
@@ -68,14 +68,14 @@ class ConnectorProcess:
     def sleep(self):
         """As vLLM does it; the memory goes."""
         self.scheduler.fall_asleep()
-        self.worker.unregister()
+        self.worker.unregister_kv_caches()
         for cache in self.caches.values():
             cache.fill_(-1)
 
     def wake_up(self):
         """The memory is back, with anything in it."""
-        self.worker.restore()
-        self.scheduler.start({0: self.worker.handshake()}, FINGERPRINT)
+        self.worker.restore_kv_caches()
+        self.scheduler.start({0: self.worker.get_handshake_metadata()}, FINGERPRINT)
 
     def fill(self, seed):
         for number, cache in enumerate(self.caches.values()):
@@ -86,7 +86,7 @@ class ConnectorProcess:
 
     def count(self, name):
         """Return how often something was counted so far."""
-        for stats in (self.worker.stats(), self.scheduler.stats()):
+        for stats in (self.worker.get_kv_connector_stats(), self.scheduler.get_kv_connector_stats()):
             for each, count in (stats.data["counters"] if stats is not None else {}).items():
                 self.numbers[each] = self.numbers.get(each, 0) + count
         return self.numbers.get(name, 0)
@@ -104,12 +104,12 @@ class ConnectorProcess:
         offer = PullParams(engine, request, *address, (tuple(blocks),), tokens)
         self.post(lambda control, now: control.lease_renewer.start_renewing(request, offer, now=now))
         whole = TokenRange(0, 0, tokens, blocks, blocks)
-        self.worker.load(StepMetadata([LoadOrder(request, request, engine, address, (whole,))]))
+        self.worker.start_load_kv(StepMetadata([LoadOrder(request, request, engine, address, (whole,))]))
 
     def wait(self, name, p):
         """Wait for the end of a read, and return whether it failed."""
         until = time.monotonic() + 60
-        while name not in (results := self.worker.results()).finished_recving:
+        while name not in (results := self.worker.get_transfer_results()).finished_recving:
             assert time.monotonic() < until, "the load did not end"
             self.scheduler.handle_results()
             p.scheduler.handle_results()
@@ -139,8 +139,8 @@ class ConnectorProcess:
         self.post(lambda control, now: control.grant(RequestId(name), now=now, pushed=pushed))
 
     def stop(self):
-        self.worker.stop()
-        self.scheduler.stop()
+        self.worker.shutdown()
+        self.scheduler.shutdown()
 
 
 def content(seed, number, shape):

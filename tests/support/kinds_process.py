@@ -75,8 +75,10 @@ class NixlKindsEngine(cache_kinds.KindsEngine):
         described = self.make_layers(engine_config)
         self.ranks = [PDRelayConnectorWorker(described, settings, WorkerRank(rank)) for rank in range(self.shape.ranks)]
         for worker, caches in zip(self.ranks, self.caches, strict=True):
-            worker.register(caches, FINGERPRINT, KernelLayout.ENTRIES)
-        self.connector._scheduler.start({rank: each.handshake() for rank, each in enumerate(self.ranks)}, FINGERPRINT)
+            worker.register_kv_caches(caches, FINGERPRINT, KernelLayout.ENTRIES)
+        self.connector._scheduler.start(
+            {rank: each.get_handshake_metadata() for rank, each in enumerate(self.ranks)}, FINGERPRINT
+        )
         self.aggregator = KVOutputAggregator(len(self.ranks))
 
     @property
@@ -95,7 +97,7 @@ class NixlKindsEngine(cache_kinds.KindsEngine):
         """Return what it has, and what it has done."""
         self.connector.get_kv_connector_stats()
         for worker in self.ranks:
-            if (stats := worker.stats()) is not None:
+            if (stats := worker.get_kv_connector_stats()) is not None:
                 self.connector.seen.update(stats.data["counters"])
         return {
             "at rest": self.is_at_rest,

@@ -380,12 +380,12 @@ class ScheduledEngine:
     @staticmethod
     def _output_of(worker, metadata, sampled):
         """As a worker's model runner ends a step."""
-        worker.load(metadata)
-        ended = worker.results()
+        worker.start_load_kv(metadata)
+        ended = worker.get_transfer_results()
         output = KVConnectorOutput(
             finished_recving=ended.finished_recving,
             failed_recving=ended.failed_recving,
-            kv_connector_worker_meta=worker.take_quarantined(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         return ModelRunnerOutput(
             list(sampled), {name: place for place, name in enumerate(sampled)}, list(sampled.values()),

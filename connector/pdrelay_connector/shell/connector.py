@@ -39,7 +39,7 @@ from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank, read
 from pdrelay_connector.shell.engine_waker import find_engine_waker
 from pdrelay_connector.shell.fingerprint import fingerprint, info_labels, with_model
 from pdrelay_connector.shell.kernel_layout import kernel_layout_of
-from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
+from pdrelay_connector.shell.metadata import RankHandshake, StepMetadata, WorkerMetadata
 from pdrelay_connector.shell.network import check_side_channel
 from pdrelay_connector.shell.plugin import register
 from pdrelay_connector.shell.scheduler import PDRelayConnectorScheduler
@@ -94,11 +94,11 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End our threads and close our sockets."""
         for side in self._sides:
-            side.stop()
+            side.shutdown()
 
     def get_kv_connector_stats(self) -> PDRelayStats | None:
         """Return the numbers of this process since the last call."""
-        return self._sides[0].stats()
+        return self._sides[0].get_kv_connector_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDRelayStats:
@@ -138,7 +138,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep the pool in which leased blocks are pinned."""
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -172,21 +172,21 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens will be loaded, and whether asynchronously."""
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Order the load."""
-        self._scheduler.after_alloc(request, blocks, num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the orders for the workers."""
-        return self._scheduler.step(scheduler_output)
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle the loads that the workers have finished."""
-        self._scheduler.after_step(connector_output)
+        self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -195,24 +195,24 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
         False: vLLM may free its references to the blocks now.
         """
-        return False, self._scheduler.finished(request, (block_ids,))
+        return False, self._scheduler.request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As :meth:`request_finished`, with the blocks of each KV cache group."""
-        return False, self._scheduler.finished(request, block_ids)
+        return False, self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Request one more step for blocks to free, or metadata for the workers."""
-        return self._scheduler.has_pending()
+        return self._scheduler.has_pending_push_work()
 
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with NIXL."""
         config = self._vllm_config
-        self._worker.register(
+        self._worker.register_kv_caches(
             kv_caches,
             fingerprint(config, self._settings, self._engine_config),
             kernel_layout_of(config, self._engine_config.groups),
@@ -220,11 +220,11 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """Keep vLLM's operation that copies blocks on this platform."""
-        self._worker.use_copy_operation(copy_operation)
+        self._worker.set_host_xfer_buffer_ops(copy_operation)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Return the description of this rank's memory for peers."""
-        return self._worker.handshake()
+        return self._worker.get_handshake_metadata()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Push the blocks of earlier steps, and take checksums before this step reuses blocks.
@@ -240,7 +240,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         """Start this step's loads; vLLM 0.32 calls it after the forward for asynchronous loads."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
-            self._worker.load(metadata)
+            self._worker.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules a request only when all its layers are loaded."""
@@ -255,11 +255,11 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that ended."""
-        return self._worker.results()
+        return self._worker.get_transfer_results()
 
-    def build_connector_worker_meta(self) -> QuarantineMetadata | None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Report quarantined blocks to the scheduler; called after get_transfer_results."""
-        return self._worker.take_quarantined()
+        return self._worker.build_connector_worker_meta()
 
 
 def _rank(engine_config: EngineConfig) -> WorkerRank:

@@ -33,7 +33,7 @@ from pdrelay_connector.shell.control_thread import ControlCommand, Post
 from pdrelay_connector.shell.decode_modes import PullDecode, PushDecode
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.met_engines import MetEngines
-from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.metadata import StepMetadata, WorkerMetadata
 from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.partial_blocks import PartialBlocks
 from pdrelay_connector.shell.quarantine import Quarantine
@@ -386,7 +386,7 @@ class DecodeRequests:
             level = logger.warning if is_live else logger.debug
             level("pdrelay: the push of %s failed: %s", result.request, result.failure)
         if result.quarantined:
-            self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
+            self.update_quarantine(WorkerMetadata(quarantined=[result.request]))
         if (
             result.checks is not None
             and (remote_prefill := self._remote_prefills.get(result.request)) is not None
@@ -394,7 +394,7 @@ class DecodeRequests:
             remote_prefill.is_compared = True
         self._arrived.append(result)
 
-    def update_quarantine(self, news: QuarantineMetadata) -> None:
+    def update_quarantine(self, news: WorkerMetadata) -> None:
         """Pin blocks that NIXL may still write into, before vLLM frees them; unpin the others."""
         for own in news.quarantined:
             load = self._remote_prefills[own]

@@ -48,7 +48,7 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class QuarantineMetadata(KVConnectorWorkerMetadata):
+class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer.
 
     Each rank adds its entries. ``step``: the number of its step, equal on all ranks. ``sums``: the
@@ -62,11 +62,11 @@ class QuarantineMetadata(KVConnectorWorkerMetadata):
     sums: dict[RequestId, list[RankSums]] = field(default_factory=dict[RequestId, list[RankSums]])
     fenced: list[RequestId] = field(default_factory=list[RequestId])
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Append the entries of another rank."""
-        if not isinstance(other, QuarantineMetadata):
-            raise TypeError(f"{type(other).__name__} is no QuarantineMetadata")
-        return QuarantineMetadata(
+        if not isinstance(other, WorkerMetadata):
+            raise TypeError(f"{type(other).__name__} is no WorkerMetadata")
+        return WorkerMetadata(
             self.quarantined + other.quarantined,
             self.released + other.released,
             min(self.step, other.step),

@@ -42,7 +42,7 @@ from pdrelay_connector.shell.decode_modes import BlockTables
 from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.failed_loads import FailedLoads
-from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.metadata import StepMetadata, WorkerMetadata
 from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.other_connectors import OtherConnectors
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
@@ -140,7 +140,7 @@ class PDRelayConnectorScheduler:
 
     # ---- once, at start
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Keep vLLM's block pool, and give up all leases before its prefix cache is reset."""
         self._pool = pool
         self._decodes.bind_block_pool(pool)
@@ -184,7 +184,7 @@ class PDRelayConnectorScheduler:
             self._decodes.met.lose_all()
             logger.info("pdrelay: engine %s is awake", engine)
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """End the control thread and close the listener."""
         self._control.stop()
 
@@ -236,7 +236,9 @@ class PDRelayConnectorScheduler:
         else:
             self._decodes.begin_alone(request)
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, computed: int
+    ) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``computed`` will be loaded, and whether asynchronously.
 
         None: not known yet; vLLM asks again in its next step.
@@ -251,7 +253,9 @@ class PDRelayConnectorScheduler:
             self._other_connectors.answered(request, computed)
         return match
 
-    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, external: int
+    ) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         self._failed_loads.over(request.request_id)
         self._other_connectors.allocated(request)
@@ -259,7 +263,7 @@ class PDRelayConnectorScheduler:
         self._decodes.allocated(request, blocks, external)
         self._notes.load_ordered(request, external)
 
-    def step(self, output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
         if (loaded := self._failed_loads.lacking_blocks()) is not None:
             self._shortage.considered(loaded, loaded.num_computed_tokens)
@@ -313,12 +317,12 @@ class PDRelayConnectorScheduler:
             and not self._other_connectors.have_work(self._live.values(), self._decodes.loading)
         )
 
-    def after_step(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Handle the loads that the workers have reported to vLLM."""
         self.handle_results()
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, QuarantineMetadata):
-            meta = QuarantineMetadata()
+        if not isinstance(meta, WorkerMetadata):
+            meta = WorkerMetadata()
         self._cached.leave_out(self._bad_blocks.ended(meta.step, output.invalid_block_ids))
         self._give_up_spoilt()
         self._prefills.step_ended()
@@ -330,7 +334,7 @@ class PDRelayConnectorScheduler:
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)
 
-    def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+    def request_finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a prefill for a decode engine; None: no prefill."""
         self.handle_results()
         self._live.pop(request.request_id, None)
@@ -363,7 +367,7 @@ class PDRelayConnectorScheduler:
                 )
                 self._decodes.push_ended(result, is_live=result.request in self._live)
             case BlocksReleased(request):
-                self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
+                self._decodes.update_quarantine(WorkerMetadata(released=[request]))
             case HandshakeEnded() | PeerLost():
                 self._decodes.peer_changed(result)
             case LeaseLost(request):
@@ -375,9 +379,9 @@ class PDRelayConnectorScheduler:
             case FellAsleep():
                 self._fell_asleep = result
             case NumbersDue():
-                pass  # stats() collects them in this step
+                pass  # get_kv_connector_stats() collects them in this step
 
-    def has_pending(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Whether the engine must step: for results, workers' metadata, or quarantined blocks."""
         self._control.note_turn()  # the first call of an engine that wakes up
         return self._has_pending_results() or self._decodes.awaits_quarantine
@@ -385,7 +389,7 @@ class PDRelayConnectorScheduler:
     def _has_pending_results(self) -> bool:
         return self._control.has_results or self._prefills.has_pending or self._decodes.has_pending
 
-    def stats(self) -> PDRelayStats | None:
+    def get_kv_connector_stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call; gauges only if they have changed."""
         gauges = {**self._prefills.gauges, **self._decodes.gauges}
         changed = StatsReport(

@@ -87,11 +87,11 @@ class LaterHooks:
 
     def unregister_kv_caches(self) -> None:
         """Let go of the cache's memory: vLLM (0.33) puts it away after this."""
-        self._worker.unregister()
+        self._worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
         """Register the cache's memory again; vLLM then passes get_handshake_metadata() on."""
-        self._worker.restore()
+        self._worker.restore_kv_caches()
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return all groups: vLLM must not zero their blocks, which would race with loads."""

@@ -50,7 +50,7 @@ from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
 from pdrelay_connector.shell.devices import Ready, binding, computed
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
 from pdrelay_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
-from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
+from pdrelay_connector.shell.metadata import RankHandshake, StepMetadata, WorkerMetadata
 from pdrelay_connector.shell.network import bind_data_plane, open_link
 from pdrelay_connector.shell.outbox import Outbox
 from pdrelay_connector.shell.registered_memory import RegisteredMemory, RoleMemory
@@ -73,7 +73,7 @@ class PDRelayConnectorWorker:
         self._engine_config = engine_config
         self._settings = settings
         self._rank = rank
-        self._handshake: RankHandshake | None = None  # absent before register()
+        self._handshake: RankHandshake | None = None  # absent before register_kv_caches()
         self._memory: RegisteredMemory | None = None  # likewise
         # reads; in push with return_kv only
         self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None
@@ -82,7 +82,7 @@ class PDRelayConnectorWorker:
         self._copy_runners: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
-        self._quarantined = QuarantineMetadata()  # news for the scheduler
+        self._quarantined = WorkerMetadata()  # news for the scheduler
         self._has_timelines = are_wanted()
         self._counters = Counters(self._has_timelines)
         self._loading = OverdueLoads()
@@ -91,7 +91,7 @@ class PDRelayConnectorWorker:
         self._sleep = Sleep()
         self._register_again: Callable[[], None] = lambda: None  # once registered
 
-    def register(
+    def register_kv_caches(
         self,
         caches: Mapping[str, torch.Tensor],
         fingerprint: Fingerprint,
@@ -108,7 +108,7 @@ class PDRelayConnectorWorker:
         self._register_again = lambda: self._register(caches, fingerprint, kernel_layout)
         self._register_again()
 
-    def unregister(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """Release the memory; raises ``ConnectorError`` while something may write into it."""
         if self._memory is None:
             return
@@ -118,7 +118,7 @@ class PDRelayConnectorWorker:
         except ConnectorError:
             self._sleep.on(SleepEvent.OVERDUE)
             raise
-        self.stop()
+        self.shutdown()
         self._memory.unregister()
         self._runner = self._push_writer = self._memory = self._handshake = None
         self._copy_runners = []
@@ -129,7 +129,7 @@ class PDRelayConnectorWorker:
             self._rank.stage,
         )
 
-    def restore(self) -> None:
+    def restore_kv_caches(self) -> None:
         """Register the memory for the next generation of this engine, and start the threads."""
         if self._sleep.state is SleepState.ASLEEP:
             self._sleep.on(SleepEvent.WOKEN)
@@ -226,16 +226,16 @@ class PDRelayConnectorWorker:
             bind=None if kind == HOST_MEMORY else binding(device),
         )
 
-    def use_copy_operation(self, copy_rows: CopyRows) -> None:
+    def set_host_xfer_buffer_ops(self, copy_rows: CopyRows) -> None:
         """Copy between device and host with vLLM's operation for this platform."""
         if self._memory is not None:
             self._memory.use(copy_rows)
 
-    def handshake(self) -> RankHandshake | None:
-        """Return the description of this rank for peers; None before :meth:`register`."""
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """Return the description of this rank for peers; None before :meth:`register_kv_caches`."""
         return self._handshake
 
-    def load(self, step: StepMetadata) -> None:
+    def start_load_kv(self, step: StepMetadata) -> None:
         """Pass this step's orders to the transfer thread."""
         self._idle = step.idle
         self._quarantined.step = step.number
@@ -300,7 +300,7 @@ class PDRelayConnectorWorker:
         for piece in pieces:
             self._push_writer.post(_offering(piece, ready))
 
-    def results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self) -> KVConnectorTransferResults:
         """Return the ended loads.
 
         A step without tokens waits ``idle_wait`` for a load that is under way: without the wait
@@ -357,18 +357,18 @@ class PDRelayConnectorWorker:
             self._end_load(results, given_up)
         self._forward(counters.take_report())
 
-    def take_quarantined(self) -> QuarantineMetadata | None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Return the changes of quarantined blocks since the last call."""
         event = self._quarantined
-        self._quarantined = QuarantineMetadata()
-        return event if event != QuarantineMetadata() else None
+        self._quarantined = WorkerMetadata()
+        return event if event != WorkerMetadata() else None
 
-    def stats(self) -> PDRelayStats | None:
+    def get_kv_connector_stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call."""
         report = dated(self._outbox.take_report(), time.monotonic, WALL_CLOCK)
         return PDRelayStats(report) if report else None
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """End the threads."""
         for runner in (self._runner, self._push_writer, *self._copy_runners):
             if runner is not None:  # one that reads and writes is stopped twice

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.cached_prefixes import LEAST_IMPORTANT, CachedPrefixes
     from pdrelay_connector.shell.decode_requests import DecodeRequests
     from pdrelay_connector.shell.engine_config import EngineConfig
-    from pdrelay_connector.shell.metadata import QuarantineMetadata
+    from pdrelay_connector.shell.metadata import WorkerMetadata
     from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
     from pdrelay_connector.shell.prefill_requests import PrefillRequests
     from pdrelay_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
@@ -398,13 +398,13 @@ def test_blocks_of_a_read_that_failed_are_kept_from_others(side):
     reading(side)
     free = side.free()
     blocks = [side.pool.blocks[block] for block in side.decodes._remote_prefills["ours"].into]
-    side.decodes.update_quarantine(QuarantineMetadata(quarantined=[RequestId("ours")]))
+    side.decodes.update_quarantine(WorkerMetadata(quarantined=[RequestId("ours")]))
     side.decodes.loads_ended(["ours"])
     side.pool.free_blocks(reversed(blocks))
     assert (side.free(), side.decodes.awaits_quarantine) == (free, True)
     assert side.decodes.may_wait()
 
-    side.decodes.update_quarantine(QuarantineMetadata(released=[RequestId("ours")]))
+    side.decodes.update_quarantine(WorkerMetadata(released=[RequestId("ours")]))
     assert (side.free(), side.decodes.awaits_quarantine) == (free + len(blocks), False)
 
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.engine_config import EngineConfig
     from pdrelay_connector.shell.engine_waker import EngineWaker
     from pdrelay_connector.shell.held_blocks import HeldBlocks
-    from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake
+    from pdrelay_connector.shell.metadata import RankHandshake, WorkerMetadata
     from pdrelay_connector.shell.prompt_identity import digest
     from pdrelay_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, PDRelayConnectorScheduler
 
@@ -79,7 +79,7 @@ class Engine:
         self.side = PDRelayConnectorScheduler(
             engine_config, settings, EngineWaker(input_queue), clock, lambda: self.now
         )
-        self.side.bind_block_pool(self.pool)
+        self.side.bind_gpu_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
         self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")}, FINGERPRINT)
         self.side._decodes.handshake_ended(HandshakeEnded(EngineId("p0")))  # it was met by an earlier request
@@ -99,20 +99,23 @@ class Engine:
         self.side.on_new_request(request)
         return request
 
+    def matched(self, request, computed):
+        return self.side.get_num_new_matched_tokens(request, computed)
+
     def allocate(self, request, external):
         blocks = self.pool.get_new_blocks(3)
         ids = [block.block_id for block in blocks]
-        self.side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), external)
+        self.side.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), external)
         return blocks
 
     def orders(self):
-        return self.side.step(IDLE).orders
+        return self.side.build_connector_meta(IDLE).orders
 
     def ended(self, *requests, failed=(), quarantined=(), released=()):
-        news = QuarantineMetadata([RequestId(r) for r in quarantined], [RequestId(r) for r in released])
+        news = WorkerMetadata([RequestId(r) for r in quarantined], [RequestId(r) for r in released])
         output = KVConnectorOutput(finished_recving=set(requests), kv_connector_worker_meta=news)
         output.failed_recving = set(failed)
-        self.side.after_step(output)
+        self.side.update_connector_output(output)
 
     def free(self):
         return self.pool.get_num_free_blocks()
@@ -131,7 +134,7 @@ def offer(**changes):
 def engine():
     engine = Engine()
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 @pytest.fixture
@@ -154,7 +157,7 @@ def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(line
     """Once, and only one that takes KV over: who lends is met by others or is not."""
     engine = Engine(is_consumer=borrows)
     engine.arrive()
-    engine.side.stop()
+    engine.side.shutdown()
 
     assert [name for name, line in lines if "engines of this machine only" in line] == ["INFO"] * times
 
@@ -190,15 +193,15 @@ def test_requests_without_params_are_counted_and_named_once_others_come_with_the
 
     (said,) = [line for _, line in lines if "without kv_transfer_params" in line]
     assert "d-b" in said
-    assert engine.side.stats().data["counters"]["requests_without_kv_params"] == 3
+    assert engine.side.get_kv_connector_stats().data["counters"]["requests_without_kv_params"] == 3
 
 
 def test_an_engine_that_loads_nothing_does_not_count_them():
     engine = Engine(is_consumer=False)
     engine.side.on_new_request(engine.request())
-    engine.side.stop()
+    engine.side.shutdown()
 
-    assert engine.side.stats().data["counters"] == {}
+    assert engine.side.get_kv_connector_stats().data["counters"] == {}
 
 
 def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
@@ -208,12 +211,12 @@ def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
     short = engine.request({**offer().to_params(), "remote_engine_id": "p1"}, name="d-b", prompt=PROMPT[:1])
     engine.side.on_new_request(short)
 
-    assert engine.side.matched_tokens(request, 0) == (None, False)
-    assert engine.side.matched_tokens(request, 9) == engine.side.matched_tokens(short, 0) == (0, False)
+    assert engine.matched(request, 0) == (None, False)
+    assert engine.matched(request, 9) == engine.matched(short, 0) == (0, False)
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
-    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.matched(request, 0) == (9, True)
     later = engine.arrive(remote_engine_id="p1", remote_request_id="p-c", name="d-c")
-    assert engine.side.matched_tokens(later, 0) == (9, True)
+    assert engine.matched(later, 0) == (9, True)
 
 
 def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
@@ -222,27 +225,27 @@ def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "its layers are 4, ours are 8"))
     later = engine.arrive(remote_engine_id="p1", name="d-b")
 
-    assert engine.side.matched_tokens(first, 0) == engine.side.matched_tokens(later, 0) == (0, False)
-    stats = engine.side.stats()
+    assert engine.matched(first, 0) == engine.matched(later, 0) == (0, False)
+    stats = engine.side.get_kv_connector_stats()
     assert stats.data["counters"]["loads_skipped_incompatible"] == 2
     assert stats.data["incompatible"] == ["p1"]
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "its layers are 4, ours are 8"))
-    assert engine.side.stats() is None
-    assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)
+    assert engine.side.get_kv_connector_stats() is None
+    assert engine.matched(engine.arrive(name="d-c"), 0) == (9, True)
 
 
 def test_an_engine_that_starts_again_under_its_id_is_met_anew(engine):
     """An operator may have given it the id, and other weights since: once refused it was refused for ever."""
     engine.arrive(remote_engine_id="p1")
     engine.side._decodes.peer_changed(HandshakeEnded(EngineId("p1"), "its weights are 'a', ours are 'b'"))
-    assert engine.side.stats().data["incompatible"] == ["p1"]
+    assert engine.side.get_kv_connector_stats().data["incompatible"] == ["p1"]
     engine.side._decodes.peer_changed(PeerLost(EngineId("p1")))
     later = engine.arrive(remote_engine_id="p1", name="d-b")
-    assert engine.side.matched_tokens(later, 0) == (None, False)
+    assert engine.matched(later, 0) == (None, False)
     engine.side._decodes.peer_changed(HandshakeEnded(EngineId("p1")))
 
-    assert engine.side.matched_tokens(later, 0) == (9, True)
-    assert engine.side.stats().data["compatible"] == ["p1"]
+    assert engine.matched(later, 0) == (9, True)
+    assert engine.side.get_kv_connector_stats().data["compatible"] == ["p1"]
 
 
 def test_an_engine_that_refuses_us_costs_a_local_prefill_and_is_met_again(engine):
@@ -250,22 +253,22 @@ def test_an_engine_that_refuses_us_costs_a_local_prefill_and_is_met_again(engine
     request = engine.arrive(remote_engine_id="p1")
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "it refused", is_final=False))
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
-    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+    assert engine.matched(request, 0) == (0, False)
+    assert engine.matched(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
 
 
 def test_the_load_from_an_engine_that_does_not_answer_has_failed(engine):
     """The policy decides about it. No worker waits for another handshake, which would take as long once more."""
     request = engine.arrive(remote_engine_id="p1")
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), failure="timed out", is_final=False))
-    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.matched(request, 0) == (9, True)
     engine.allocate(request, 9)
-    metadata = engine.side.step(IDLE)
+    metadata = engine.side.build_connector_meta(IDLE)
 
     assert [(result.request, "timed out" in result.failure) for result in metadata.arrived] == [("d-a", True)]
     assert metadata.orders == []
-    assert engine.side.stats().data["counters"]["loads_failed_handshake"] == 1
-    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+    assert engine.side.get_kv_connector_stats().data["counters"]["loads_failed_handshake"] == 1
+    assert engine.matched(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -278,10 +281,10 @@ def test_nothing_is_renewed_at_an_engine_that_does_not_answer(mode):
     wait_until(lambda: len(renewer) == 1, seconds=10, what="the lease is renewed")
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), failure="timed out", is_final=False))
     engine.allocate(request, 9)
-    engine.ended(*[str(result.request) for result in engine.side.step(IDLE).arrived], failed=("d-a",))
+    engine.ended(*[str(result.request) for result in engine.side.build_connector_meta(IDLE).arrived], failed=("d-a",))
 
     wait_until(lambda: len(renewer) == 0, seconds=10, what="the lease is given back")
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def test_pipeline_stages_with_other_attention_backends_are_refused():
@@ -304,10 +307,10 @@ def test_the_control_thread_reports_a_handshake():
 
     def is_known():
         engine.side.handle_results()
-        return engine.side.matched_tokens(request, 0) == (9, True)
+        return engine.matched(request, 0) == (9, True)
 
     wait_until(is_known, seconds=30, what="the handshake ends")
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 @pytest.mark.parametrize(("width", "skipped"), [(16, 0), (32, 1)])
@@ -318,58 +321,58 @@ def test_the_handshake_of_two_engines_decides(width, skipped):
 
     def is_known():
         engine.side.handle_results()
-        return engine.side.matched_tokens(request, 0) != (None, False)
+        return engine.matched(request, 0) != (None, False)
 
     wait_until(is_known, seconds=30, what="the handshake ends")
-    engine.side.stop()
-    p.side.stop()
-    engine.side.stop()
+    engine.side.shutdown()
+    p.side.shutdown()
+    engine.side.shutdown()
 
-    assert engine.side.stats().data["counters"].get("loads_skipped_incompatible", 0) == skipped
+    assert engine.side.get_kv_connector_stats().data["counters"].get("loads_skipped_incompatible", 0) == skipped
 
 
 def test_a_request_with_an_offer_is_loaded(engine):
     """All tokens but the last, once, into the blocks it was given."""
     request = engine.arrive()
-    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.matched(request, 0) == (9, True)
     blocks = engine.allocate(request, 9)
     (order,) = engine.orders()
 
     assert order.token_ranges == (TokenRange(0, 0, 9, (7, 8, 9), [block.block_id for block in blocks]),)
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
     assert engine.orders() == []
 
 
 def test_what_is_cached_here_is_not_loaded(engine):
     """Neither a part nor, if nothing is missing, anything."""
     request = engine.arrive()
-    assert engine.side.matched_tokens(request, 8) == (1, True)
+    assert engine.matched(request, 8) == (1, True)
     engine.allocate(request, 0)
 
     assert engine.orders() == []
-    assert engine.side.matched_tokens(request, 8) == (0, False)
+    assert engine.matched(request, 8) == (0, False)
 
 
 def test_the_answers_of_one_prompt_share_a_load(engine):
     """One reads P's blocks; the others wait, and find them in the cache here: P's lease ends with the first read."""
     first, second = engine.arrive(name="d-a"), engine.arrive(name="d-b")
-    assert engine.side.matched_tokens(second, 0) == (None, False)  # also if it is asked before the first
-    assert engine.side.matched_tokens(first, 0) == (9, True)
+    assert engine.matched(second, 0) == (None, False)  # also if it is asked before the first
+    assert engine.matched(first, 0) == (9, True)
     engine.allocate(first, 9)
     first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert engine.side.matched_tokens(second, 0) == (None, False)
+    assert engine.matched(second, 0) == (None, False)
     assert len(engine.orders()) == 1
 
     engine.ended("d-a")
-    assert engine.side.matched_tokens(second, 0) == (None, False)  # vLLM has yet to enter the blocks into its cache
+    assert engine.matched(second, 0) == (None, False)  # vLLM has yet to enter the blocks into its cache
     first.status = RequestStatus.RUNNING
-    assert engine.side.matched_tokens(second, 8) == (0, False)
+    assert engine.matched(second, 8) == (0, False)
     engine.allocate(second, 0)
     late = engine.arrive(name="d-c")
-    assert engine.side.matched_tokens(late, 8) == (0, False)
+    assert engine.matched(late, 8) == (0, False)
     for request in (first, second, late):
-        engine.side.finished(request, ([],))
-    assert engine.side.matched_tokens(engine.arrive(name="d-d"), 8) == (0, False)
+        engine.side.request_finished(request, ([],))
+    assert engine.matched(engine.arrive(name="d-d"), 8) == (0, False)
     assert engine.orders() == []
     assert counters(engine)["loads_shared"] == 3
 
@@ -380,15 +383,15 @@ def test_an_answer_does_not_wait_for_one_that_loads_nothing(engine, end):
     first, second = engine.arrive(name="d-a"), engine.arrive(name="d-b")
     if end == "aborted":
         first.status = RequestStatus.FINISHED_ABORTED
-        engine.side.finished(first, ([],))
+        engine.side.request_finished(first, ([],))
     elif end == "lease lost":
         engine.side._decodes.lease_lost(RequestId("d-a"))
     else:
         engine.side._decodes._skip_incompatible(RequestId("d-a"), HandshakeEnded(EngineId("p0"), "another model"))
 
-    assert engine.side.matched_tokens(second, 0) == (0, False)
+    assert engine.matched(second, 0) == (0, False)
     assert engine.orders() == []
-    assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)  # asked later, it may load
+    assert engine.matched(engine.arrive(name="d-c"), 0) == (9, True)  # asked later, it may load
 
 
 def test_a_prompt_whose_load_failed_is_loaded_by_the_next_request_for_it(engine):
@@ -400,12 +403,12 @@ def test_a_prompt_whose_load_failed_is_loaded_by_the_next_request_for_it(engine)
 
     engine.ended("d-a", failed=["d-a"])
 
-    assert engine.side.matched_tokens(waiting, 0) == (0, False)  # it computes the prompt, as the first one does
+    assert engine.matched(waiting, 0) == (0, False)  # it computes the prompt, as the first one does
     late = engine.arrive(name="d-c")
-    assert engine.side.matched_tokens(late, 0) == (9, True)
-    engine.side.finished(first, ([],))
-    engine.side.finished(waiting, ([],))
-    assert engine.side.matched_tokens(engine.arrive(name="d-d"), 0) == (None, False)  # it waits for the third
+    assert engine.matched(late, 0) == (9, True)
+    engine.side.request_finished(first, ([],))
+    engine.side.request_finished(waiting, ([],))
+    assert engine.matched(engine.arrive(name="d-d"), 0) == (None, False)  # it waits for the third
 
 
 def lora(folder, name="an adapter"):
@@ -420,13 +423,13 @@ def test_an_adapter_with_other_weights_is_another_adapter(engine, tmp_path):
         prefill = engine.request({"do_remote_decode": True}, name=f"p-{which}")
         prefill.lora_request = lora(folder)
         blocks = [block.block_id for block in engine.pool.get_new_blocks(3)]
-        params[which] = engine.side.finished(prefill, (blocks,)) | {"remote_engine_id": "p0"}
+        params[which] = engine.side.request_finished(prefill, (blocks,)) | {"remote_engine_id": "p0"}
     matched = {}
     for which, offered in params.items():
         request = engine.request(offered, name=f"d-{which}")
         request.lora_request = lora(d)
         engine.side.on_new_request(request)
-        matched[which] = engine.side.matched_tokens(request, 0)
+        matched[which] = engine.matched(request, 0)
 
     assert matched == {"same": (9, True), "other": (0, False)}
     assert counters(engine)["kv_params_other_adapter"] == 1
@@ -438,7 +441,7 @@ def test_an_offer_that_names_no_adapter_is_of_another_adapter(engine):
     request.lora_request = lora("/nowhere")
     engine.side.on_new_request(request)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
     assert counters(engine)["kv_params_other_adapter"] == 1
 
 
@@ -461,7 +464,7 @@ def test_the_same_tokens_with_other_inputs_are_another_prompt(engine, changes):
     request.cache_salt = changes.get("cache_salt")
     engine.side.on_new_request(request)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
     assert counters(engine)["kv_params_other_prompt"] == 1
 
 
@@ -479,17 +482,17 @@ def test_a_prompt_with_the_token_that_p_has_made_is_loaded_up_to_it(group, lent)
     ).to_params()
     request = engine.request(params, prompt=prompt)
     engine.side.on_new_request(request)
-    assert engine.side.matched_tokens(request, 0) == (lent, True)
+    assert engine.matched(request, 0) == (lent, True)
     blocks = [block.block_id for block in engine.allocate(request, lent)]
     orders = engine.orders()
     start = min(lent, group.first_needed(lent))
-    engine.side.stop()
+    engine.side.shutdown()
 
     part = slice(start // SIZE, held)
     first = start // SIZE * SIZE  # whole blocks, also of a window
     wanted = [TokenRange(0, first, lent, tuple(range(7, 7 + held))[part], blocks[part])] if start < lent else []
     assert [each for order in orders for each in order.token_ranges] == wanted
-    assert "kv_params_other_prompt" not in engine.side.stats().data["counters"]
+    assert "kv_params_other_prompt" not in engine.side.get_kv_connector_stats().data["counters"]
 
 
 @pytest.mark.parametrize("prompt", [[*range(10), 10, 11], [*range(9), 10, 11]], ids=["two tokens more", "another"])
@@ -498,7 +501,7 @@ def test_a_prompt_that_is_longer_in_another_way_is_computed_here(engine, prompt)
     request = engine.request(offer().to_params(), prompt=prompt)
     engine.side.on_new_request(request)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
 
 
 BAD = [
@@ -515,8 +518,8 @@ def test_an_offer_that_cannot_be_used_costs_a_local_prefill(engine, change):
     """Never an exception: it would stop the engine."""
     request = engine.arrive(**change)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
-    assert sum(engine.side.stats().data["counters"].values()) == 1
+    assert engine.matched(request, 0) == (0, False)
+    assert sum(engine.side.get_kv_connector_stats().data["counters"].values()) == 1
 
 
 def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(engine):
@@ -524,7 +527,7 @@ def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(eng
     request = engine.request(offer().to_params(), name="x" * (MAX_ID + 1))
     engine.side.on_new_request(request)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
 
 
 def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
@@ -534,11 +537,11 @@ def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
     engine.ended("d-a", quarantined=["d-a"])
     engine.pool.free_blocks(blocks)
     assert engine.free() == BLOCKS - 1 - 3
-    assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 3
+    assert engine.side.get_kv_connector_stats().data["gauges"]["blocks_quarantined"] == 3
     engine.ended(released=["d-a"])
 
     assert engine.free() == BLOCKS - 1  # vLLM keeps one for itself
-    assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 0
+    assert engine.side.get_kv_connector_stats().data["gauges"]["blocks_quarantined"] == 0
 
 
 def test_an_idle_engine_polls_quarantined_blocks(engine):
@@ -546,14 +549,14 @@ def test_an_idle_engine_polls_quarantined_blocks(engine):
     waits = []
     engine.side._waker = SimpleNamespace(wait=waits.append)
     engine.allocate(engine.arrive(), 9)
-    engine.side.step(IDLE)
-    assert (engine.side.has_pending(), waits) == (False, [])
+    engine.side.build_connector_meta(IDLE)
+    assert (engine.side.has_pending_push_work(), waits) == (False, [])
     engine.ended("d-a", quarantined=["d-a"])
-    engine.side.step(IDLE)
-    assert (engine.side.has_pending(), waits) == (True, [MAX_IDLE_WAIT])
+    engine.side.build_connector_meta(IDLE)
+    assert (engine.side.has_pending_push_work(), waits) == (True, [MAX_IDLE_WAIT])
     engine.ended(released=["d-a"])
 
-    assert not engine.side.has_pending()
+    assert not engine.side.has_pending_push_work()
 
 
 def test_every_rank_has_to_let_go(engine):
@@ -580,16 +583,16 @@ def test_a_quarantine_that_ends_in_the_same_step_changes_nothing(engine):
 def test_ranks_news_add_up():
     """vLLM merges them before the scheduler receives them."""
     a, b = RequestId("a"), RequestId("b")
-    both = QuarantineMetadata([a], [b]).aggregate(QuarantineMetadata([a, b], []))
+    both = WorkerMetadata([a], [b]).aggregate(WorkerMetadata([a, b], []))
 
-    assert both == QuarantineMetadata([a, a, b], [b])
+    assert both == WorkerMetadata([a, a, b], [b])
 
 
 def test_a_finished_prefill_is_lent(engine):
     """Its prompt's blocks stay in the pool's books after vLLM has freed its own hold on them."""
     request = engine.request({"do_remote_decode": True}, name="p-a")
     blocks = engine.pool.get_new_blocks(4)
-    params = engine.side.finished(request, ([block.block_id for block in blocks],))
+    params = engine.side.request_finished(request, ([block.block_id for block in blocks],))
     engine.pool.free_blocks(blocks)
 
     assert parse_pull_params(params).remote_block_ids == (tuple(block.block_id for block in blocks[:3]),)
@@ -603,8 +606,8 @@ def test_routers_are_told_of_the_token_beside_the_offer(status):
     engine = Engine(first_token=says)
     request = engine.request({"do_remote_decode": True}, name="p-a", status=status)
     blocks = engine.pool.get_new_blocks(3)
-    params = engine.side.finished(request, ([block.block_id for block in blocks],))
-    engine.side.stop()
+    params = engine.side.request_finished(request, ([block.block_id for block in blocks],))
+    engine.side.shutdown()
 
     assert params == parse_pull_params(params).to_params() | says | {"pdrelay_lease": Settings().kv_lease_duration}
 
@@ -614,7 +617,7 @@ def test_a_prefill_that_did_not_finish_is_not_lent(engine, status):
     """Its blocks hold half a prompt."""
     request = engine.request({"do_remote_decode": True}, status=status)
 
-    assert engine.side.finished(request, ([1, 2, 3],)) is None
+    assert engine.side.request_finished(request, ([1, 2, 3],)) is None
 
 
 def test_a_prefill_of_an_engine_that_is_no_producer_is_named_once(lines):
@@ -623,8 +626,8 @@ def test_a_prefill_of_an_engine_that_is_no_producer_is_named_once(lines):
     for name in ("p-a", "p-b"):
         request = engine.request({"do_remote_decode": True}, name=name)
         engine.side.on_new_request(request)
-        assert engine.side.finished(request, ([1, 2, 3],)) is None
-    engine.side.stop()
+        assert engine.side.request_finished(request, ([1, 2, 3],)) is None
+    engine.side.shutdown()
 
     (said,) = [line for level, line in lines if level == "WARNING" and "kv_role" in line]
     assert "p-a is not handed over: this engine's kv_role is kv_consumer" in said
@@ -641,7 +644,7 @@ NOW = 1_800_000_000.0  # s since the epoch, on every engine's clock
 def proving():
     engine = Engine(secrets=(SECRET,), clock=lambda: NOW)
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def signed(*, secret=SECRET, **changes):
@@ -653,15 +656,15 @@ def refusals(engine, params, **request):
     """Nothing is loaded; return what is counted."""
     arrived = engine.request(params, **request)
     engine.side.on_new_request(arrived)
-    assert engine.side.matched_tokens(arrived, 0) == (0, False)
+    assert engine.matched(arrived, 0) == (0, False)
     assert len(engine.side._decodes._remote_prefills) == 0
-    return engine.side.stats().data["counters"]
+    return engine.side.get_kv_connector_stats().data["counters"]
 
 
 def test_a_finished_prefill_is_lent_with_a_proof(proving):
     """Which another engine with the secret takes, as long as the lease may run."""
     request = proving.request({"do_remote_decode": True}, name="p-a")
-    params = proving.side.finished(request, ([block.block_id for block in proving.pool.get_new_blocks(3)],))
+    params = proving.side.request_finished(request, ([block.block_id for block in proving.pool.get_new_blocks(3)],))
 
     assert params["pdrelay_expires_at"] == NOW + Settings().kv_lease_duration
     assert Signatures(lambda: (SECRET,)).check(parse_pull_params(params), now=NOW)
@@ -672,7 +675,7 @@ def test_an_offer_with_a_proof_is_loaded(proving):
     request = proving.request(signed())
     proving.side.on_new_request(request)
 
-    assert proving.side.matched_tokens(request, 0) == (9, True)
+    assert proving.matched(request, 0) == (9, True)
 
 
 @pytest.mark.parametrize(
@@ -699,16 +702,16 @@ def test_an_offer_that_is_not_proven_does_not_end_a_lease(proving):
     request = proving.request(offer().to_params(), prompt=[0])
     request.abort_immediately = True
     proving.side.on_new_request(request)
-    proving.side.finished(request, ([],))
+    proving.side.request_finished(request, ([],))
 
-    assert proving.side.stats().data["counters"] == {"kv_params_unsigned": 1}
+    assert proving.side.get_kv_connector_stats().data["counters"] == {"kv_params_unsigned": 1}
 
 
 def test_without_a_secret_an_offer_needs_neither_proof_nor_digest(engine):
     """vLLM's own connector, as a prefill engine, sends neither."""
     request = engine.arrive(pdrelay_prompt=None)
 
-    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.matched(request, 0) == (9, True)
 
 
 def test_prompts_without_token_ids_have_nothing_to_compare(proving):
@@ -717,7 +720,7 @@ def test_prompts_without_token_ids_have_nothing_to_compare(proving):
     request.prompt_token_ids = None
     proving.side.on_new_request(request)
 
-    assert proving.side.matched_tokens(request, 0) == (9, True)
+    assert proving.matched(request, 0) == (9, True)
 
 
 # ---- leases that end early, and are not granted
@@ -728,7 +731,7 @@ def lend(engine, name, blocks, transfer=None, **options):
     params = {"do_remote_decode": True, "transfer_id": transfer}
     request = engine.request(params, name=name, prompt=list(range(SIZE * blocks)), **options)
     held = engine.pool.get_new_blocks(blocks)
-    offer = engine.side.finished(request, ([block.block_id for block in held],))
+    offer = engine.side.request_finished(request, ([block.block_id for block in held],))
     engine.pool.free_blocks(reversed(held))
     return offer
 
@@ -739,7 +742,7 @@ def abandon(engine, transfer):
     request = engine.request(params, name="says-so", prompt=[0])
     engine.side.on_new_request(request)
     settle(engine)
-    assert engine.side.finished(request, ([],)) is None
+    assert engine.side.request_finished(request, ([],)) is None
 
 
 def test_blocks_that_nobody_will_come_for_are_freed_at_once(engine):
@@ -790,8 +793,8 @@ def lack(engine, *, blocks, seconds, priority=0, step=0.5):
     request = engine.request(name="waits", prompt=list(range(SIZE * blocks)), priority=priority)
     until = engine.now + seconds
     while engine.now <= until:
-        engine.side.matched_tokens(request, 0)
-        engine.side.step(IDLE)
+        engine.matched(request, 0)
+        engine.side.build_connector_meta(IDLE)
         engine.now += step
 
 
@@ -801,11 +804,11 @@ def settle(engine):
         done = threading.Event()
         engine.side._control.post(lambda control, now, done=done: done.set())
         assert done.wait(60), "the control thread does not run"
-    engine.side.step(IDLE)
+    engine.side.build_connector_meta(IDLE)
 
 
 def counters(engine):
-    return engine.side.stats().data.get("counters", {})
+    return engine.side.get_kv_connector_stats().data.get("counters", {})
 
 
 def revoked_after(engine, **lacks):
@@ -829,8 +832,8 @@ def test_a_prefill_that_lacks_blocks_for_a_moment_revokes_nothing(engine):
     """A decode engine reads all the time, and what it has read is free at once: to wait is cheaper."""
     lend(engine, "a", 15)
     lack(engine, blocks=8, seconds=9.0)
-    engine.side.after_alloc(engine.request(name="else"), SimpleNamespace(get_block_ids=list), 0)
-    engine.side.step(IDLE)  # a step in which nothing is lacking: the request is gone, say
+    engine.side.update_state_after_alloc(engine.request(name="else"), SimpleNamespace(get_block_ids=list), 0)
+    engine.side.build_connector_meta(IDLE)  # a step in which nothing is lacking: the request is gone, say
     lack(engine, blocks=8, seconds=9.0)
     settle(engine)
 
@@ -842,9 +845,9 @@ def test_a_request_that_gets_its_blocks_lacks_none(engine):
     lend(engine, "a", 15)
     for _ in range(30):
         request = engine.request(name="gets", prompt=list(range(SIZE * 8)))
-        engine.side.matched_tokens(request, 0)
-        engine.side.after_alloc(request, SimpleNamespace(get_block_ids=list), 0)
-        engine.side.step(IDLE)
+        engine.matched(request, 0)
+        engine.side.update_state_after_alloc(request, SimpleNamespace(get_block_ids=list), 0)
+        engine.side.build_connector_meta(IDLE)
         engine.now += 1.0
 
     assert len(engine.side._prefills._held_blocks) == 1
@@ -882,7 +885,7 @@ def test_revoking_can_be_turned_off():
     lend(engine, "a", 15)
     lack(engine, blocks=8, seconds=100.0)
     settle(engine)
-    engine.side.stop()
+    engine.side.shutdown()
 
     assert len(engine.side._prefills._held_blocks) == 1
 
@@ -892,17 +895,17 @@ def test_leases_hold_no_more_than_their_share_of_the_cache():
     engine = Engine(max_held_share=0.5)  # of 19 blocks
     assert lend(engine, "a", 9)
     assert lend(engine, "b", 1) is None
-    engine.side.stop()
+    engine.side.shutdown()
 
     assert counters(engine)["leases_refused"] == 1
-    assert engine.side.stats() is None or engine.free() == 10
+    assert engine.side.get_kv_connector_stats() is None or engine.free() == 10
 
 
 def test_a_single_lease_may_hold_all_of_the_cache():
     """A prompt that is nearly as long as P's cache would be computed twice, always."""
     engine = Engine(max_held_share=0.5)
     offer = lend(engine, "a", 19)
-    engine.side.stop()
+    engine.side.shutdown()
 
     assert offer is not None
 
@@ -913,21 +916,21 @@ def test_blocks_that_are_held_already_cost_nothing_of_the_share():
     blocks = engine.pool.get_new_blocks(9)
     for name in ("a", "b"):
         request = engine.request({"do_remote_decode": True}, name=name, prompt=list(range(SIZE * 9)))
-        assert engine.side.finished(request, ([block.block_id for block in blocks],))
-    engine.side.stop()
+        assert engine.side.request_finished(request, ([block.block_id for block in blocks],))
+    engine.side.shutdown()
 
-    assert engine.side.stats().data["gauges"]["blocks_held"] == 9
+    assert engine.side.get_kv_connector_stats().data["gauges"]["blocks_held"] == 9
 
 
 def test_a_request_whose_lease_is_lost_computes_its_own_prompt_at_once(engine):
     """Not after it has been read in vain."""
     request = engine.arrive()
-    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.matched(request, 0) == (9, True)
     engine.side._control._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
-    assert engine.side.has_pending()
-    engine.side.step(IDLE)
+    assert engine.side.has_pending_push_work()
+    engine.side.build_connector_meta(IDLE)
 
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.matched(request, 0) == (0, False)
     engine.allocate(request, 0)
     assert engine.orders() == []
     assert counters(engine)["loads_skipped_lease_lost"] == 1
@@ -943,16 +946,19 @@ def test_a_load_that_has_begun_is_decided_by_its_fence(engine):
     assert "loads_skipped_lease_lost" not in counters(engine)
 
 
-@pytest.mark.parametrize("hook", ["step", "on_new_request", "after_step", "has_news", "finished"])
+@pytest.mark.parametrize(
+    "hook",
+    ["build_connector_meta", "on_new_request", "update_connector_output", "has_pending_push_work", "request_finished"],
+)
 def test_every_hook_shows_that_the_engines_loop_turns(engine, hook):
     """VLLM calls one of them whenever its loop turns."""
     engine.now += 500.0
     calls = {
-        "step": lambda: engine.side.step(IDLE),
+        "build_connector_meta": lambda: engine.side.build_connector_meta(IDLE),
         "on_new_request": engine.arrive,
-        "after_step": lambda: engine.ended(),
-        "has_news": engine.side.has_pending,
-        "finished": lambda: engine.side.finished(engine.request(), ([],)),
+        "update_connector_output": lambda: engine.ended(),
+        "has_pending_push_work": engine.side.has_pending_push_work,
+        "request_finished": lambda: engine.side.request_finished(engine.request(), ([],)),
     }
     calls[hook]()
 
@@ -969,15 +975,15 @@ WINDOWED = (CacheGroup(SIZE), CacheGroup(SIZE, window=3))  # the last prompt tok
 def windowed():
     engine = Engine(groups=WINDOWED)
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def test_of_a_sliding_window_only_the_blocks_that_the_last_token_sees_are_loaded(windowed):
     """Those before are not held on either side: 0 stands for them. VLLM caches the first one, which must be whole."""
     request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
-    assert windowed.side.matched_tokens(request, 0) == (9, True)
+    assert windowed.matched(request, 0) == (9, True)
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3], [0, 4, 5]))
-    windowed.side.after_alloc(request, blocks, 9)
+    windowed.side.update_state_after_alloc(request, blocks, 9)
     (order,) = windowed.orders()
 
     assert order.token_ranges == (TokenRange(0, 0, 9, (7, 8, 9), [1, 2, 3]), TokenRange(1, 4, 9, (11, 12), [4, 5]))
@@ -999,8 +1005,8 @@ def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed
     """A block that is not held would be read as another request's."""
     request = windowed.arrive(**change)
 
-    assert windowed.side.matched_tokens(request, 0) == (0, False)
-    assert windowed.side.stats().data["counters"] == {"kv_params_invalid": 1}
+    assert windowed.matched(request, 0) == (0, False)
+    assert windowed.side.get_kv_connector_stats().data["counters"] == {"kv_params_invalid": 1}
 
 
 def test_blocks_of_another_size_are_read_into_ours(engine):
@@ -1017,11 +1023,11 @@ def test_only_blocks_that_are_loaded_into_are_quarantined(windowed):
     request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
     blocks = windowed.pool.get_new_blocks(5)
     ids = [block.block_id for block in blocks]
-    windowed.side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids[:3], [0, *ids[3:]])), 5)
+    windowed.side.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids[:3], [0, *ids[3:]])), 5)
     windowed.ended("d-a", quarantined=["d-a"])
     windowed.pool.free_blocks(blocks)
 
-    assert windowed.side.stats().data["gauges"]["blocks_quarantined"] == 4
+    assert windowed.side.get_kv_connector_stats().data["gauges"]["blocks_quarantined"] == 4
     assert windowed.free() == BLOCKS - 1 - 4
     windowed.ended(released=["d-a"])
     assert windowed.free() == BLOCKS - 1
@@ -1033,7 +1039,7 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
     blocks = windowed.pool.get_new_blocks(7)
     full = [block.block_id for block in blocks[:4]]
     window = [0, *(block.block_id for block in blocks[4:])]
-    offer = parse_pull_params(windowed.side.finished(request, (full, window)))
+    offer = parse_pull_params(windowed.side.request_finished(request, (full, window)))
     windowed.pool.free_blocks(blocks)
 
     assert offer.remote_block_ids == (tuple(full[:3]), tuple(window[:3]))
@@ -1048,10 +1054,10 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
     windowed.side.on_new_request(request)
     blocks = windowed.pool.get_new_blocks(6)
     full, window = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
-    windowed.side.step(computing("p-a", 2, lambda own: (full, [0, *window[1:]])))
+    windowed.side.build_connector_meta(computing("p-a", 2, lambda own: (full, [0, *window[1:]])))
     request.num_computed_tokens = 10
     windowed.pool.free_blocks([blocks[3], blocks[4]])
-    offer = parse_pull_params(windowed.side.finished(request, (full, [0, 0, window[2]])))
+    offer = parse_pull_params(windowed.side.request_finished(request, (full, [0, 0, window[2]])))
     windowed.pool.free_blocks([*blocks[:3], blocks[5]])
 
     assert offer.remote_block_ids == (tuple(full), (0, *window[1:]))
@@ -1066,8 +1072,8 @@ def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
     windowed.side.on_new_request(request)
     blocks = windowed.pool.get_new_blocks(6)
     table = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
-    windowed.side.step(computing("p-a", 10, lambda own: table))
-    assert windowed.side.finished(request, table) is None
+    windowed.side.build_connector_meta(computing("p-a", 10, lambda own: table))
+    assert windowed.side.request_finished(request, table) is None
     windowed.pool.free_blocks(blocks)
 
     assert windowed.free() == BLOCKS - 1
@@ -1134,7 +1140,7 @@ class PushEngine(Engine):
         output = SimpleNamespace(
             total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled, kv_connector_block_state=None
         )
-        return self.side.step(output)
+        return self.side.build_connector_meta(output)
 
     def tell(self, *news):
         self.side._control._outbox.put(news, StatsReport())
@@ -1180,7 +1186,7 @@ def test_an_engine_that_can_do_either_loads_as_each_request_says(either):
     pushed = either.arrive(name="d-a", transfer_mode="push")
     pulled = either.request(offer(remote_request_id=RequestId("p-b")).to_params(), name="d-b")
     either.side.on_new_request(pulled)
-    assert either.side.matched_tokens(pushed, 0) == either.side.matched_tokens(pulled, 0) == (9, True)
+    assert either.matched(pushed, 0) == either.matched(pulled, 0) == (9, True)
     either.allocate(pushed, 9)
     either.allocate(pulled, 9)
 
@@ -1196,10 +1202,10 @@ def test_routers_are_told_where_no_other_engine_may_go_on():
     asked.num_preemptions = 0
     engine.side.on_new_request(asked)
     said = [
-        engine.side.finished(engine.prefill("p-a", "t-a"), ([1, 2, 3],)),
-        engine.side.finished(asked, ([4, 5, 6],)),
+        engine.side.request_finished(engine.prefill("p-a", "t-a"), ([1, 2, 3],)),
+        engine.side.request_finished(asked, ([4, 5, 6],)),
     ]
-    engine.side.stop()
+    engine.side.shutdown()
 
     assert [params["transfer_mode"] for params in said] == ["pull", "push"]
     assert all(params["pdrelay_looks_back"] is True for params in said)
@@ -1207,11 +1213,11 @@ def test_routers_are_told_where_no_other_engine_may_go_on():
 
 def test_an_engine_that_can_do_either_lends_as_each_request_says(either):
     """A router that says nothing gets an offer to read, as from an engine that pulls: it may be any."""
-    either.side.finished(either.prefill("p-a", "t-a"), ([1, 2, 3],))
+    either.side.request_finished(either.prefill("p-a", "t-a"), ([1, 2, 3],))
     asked = either.request({"do_remote_decode": True, "transfer_id": "t-b", "transfer_mode": "push"}, name="p-b")
     asked.num_preemptions = 0
     either.side.on_new_request(asked)
-    params = either.side.finished(asked, ([4, 5, 6],))
+    params = either.side.request_finished(asked, ([4, 5, 6],))
 
     assert params["transfer_mode"] == "push"
     assert params["transfer_id"] == "t-b"
@@ -1225,7 +1231,7 @@ def test_a_request_to_be_pushed_that_cannot_is_not_offered_to_be_read(either):
     params = {"do_remote_decode": True, "transfer_id": "", "transfer_mode": "push"}
     either.side.on_new_request(request := either.request(params | {"transfer_id": "x" * 10_000}, name="p-a"))
 
-    assert either.side.finished(request, ([1, 2, 3],)) is None
+    assert either.side.request_finished(request, ([1, 2, 3],)) is None
 
 
 @pytest.mark.parametrize("changes", ["before it", "meanwhile"])
@@ -1244,7 +1250,7 @@ def test_kv_of_an_adapter_that_has_changed_is_not_handed_over(either, mode, chan
         either.side.on_new_request(request)
         if changed == "meanwhile":
             (other / "adapter_model.safetensors").replace(folder / "adapter_model.safetensors")
-        return either.side.finished(request, ([block.block_id for block in either.pool.get_new_blocks(3)],))
+        return either.side.request_finished(request, ([block.block_id for block in either.pool.get_new_blocks(3)],))
 
     assert prefill("p-a") is not None
     assert prefill("p-b", changes) is None
@@ -1257,7 +1263,7 @@ def test_a_request_with_push_params_registers_its_blocks(pushing):
     """The transfer's name, the digest of its own prompt, and the blocks that are missing here."""
     request = pushing.arrive()
     assert [name for name, *_ in pushing.asks()] == ["lease_renewer.start_renewing"]
-    assert pushing.side.matched_tokens(request, 4) == (5, True)
+    assert pushing.matched(request, 4) == (5, True)
     blocks = pushing.allocate(request, 5)
     ((name, ticket),) = pushing.asks()
     pushing.allocate(request, 5)
@@ -1274,9 +1280,9 @@ def test_params_that_came_with_another_prompt_serve_their_own(pushing):
     wrong = pushing.request(BOOKING, name="d-a", prompt=PROMPT[::-1])
     pushing.side.on_new_request(wrong)
     right = pushing.arrive(name="d-b")
-    assert pushing.side.matched_tokens(wrong, 0) == (9, True)
+    assert pushing.matched(wrong, 0) == (9, True)
 
-    assert pushing.side.matched_tokens(right, 0) == (9, True)
+    assert pushing.matched(right, 0) == (9, True)
     pushing.allocate(right, 9)
     assert [name for name, *_ in pushing.asks()].count("push_receiver.expect") == 1
 
@@ -1296,9 +1302,9 @@ def test_invalid_push_params_cost_a_local_prefill(pushing, change):
     """Never an exception."""
     request = pushing.arrive(**change)
 
-    assert pushing.side.matched_tokens(request, 0) == (0, False)
+    assert pushing.matched(request, 0) == (0, False)
     assert pushing.asks() == []
-    assert sum(pushing.side.stats().data["counters"].values()) == 1
+    assert sum(pushing.side.get_kv_connector_stats().data["counters"].values()) == 1
 
 
 def test_ended_pushes_reach_the_workers_once(pushing):
@@ -1306,24 +1312,24 @@ def test_ended_pushes_reach_the_workers_once(pushing):
     request = pushing.arrive()
     pushing.allocate(request, 9)
     pushing.tell(LoadResult(RequestId("d-a"), ""))
-    assert pushing.side.has_pending()
+    assert pushing.side.has_pending_push_work()
     assert pushing.step().arrived == [LoadResult("d-a", "")]
     assert pushing.step().arrived == []
     pushing.ended("d-a")
 
-    assert not pushing.side.has_pending()
-    assert pushing.side.stats().data["gauges"]["requests_waiting_for_remote_kv"] == 0
+    assert not pushing.side.has_pending_push_work()
+    assert pushing.side.get_kv_connector_stats().data["gauges"]["requests_waiting_for_remote_kv"] == 0
 
 
 def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
     """Pinned before the workers' report makes vLLM free them."""
     request = pushing.arrive()
     blocks = pushing.allocate(request, 9)
-    pushing.side.finished(request, ([],))
+    pushing.side.request_finished(request, ([],))
     assert ("push_receiver.stop", "d-a") in pushing.asks()
     pushing.tell(LoadResult(RequestId("d-a"), "aborted", quarantined=True))
     pushing.step()
-    pushing.side.after_step(KVConnectorOutput(finished_recving={"d-a"}))
+    pushing.side.update_connector_output(KVConnectorOutput(finished_recving={"d-a"}))
     pushing.pool.free_blocks(blocks)
     assert pushing.free() == BLOCKS - 1 - 3
     pushing.tell(BlocksReleased(RequestId("d-a")))
@@ -1345,7 +1351,7 @@ def test_blocks_that_were_let_go_at_once_are_kept_no_longer(pushing):
 def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
     """Nothing was lent."""
     request = pushing.arrive()
-    pushing.side.finished(request, ([],))
+    pushing.side.request_finished(request, ([],))
 
     assert ("lease_renewer.release", "d-a", "p0") in pushing.asks()
 
@@ -1355,10 +1361,10 @@ def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
     request = pushing.prefill()
     blocks = pushing.pool.get_new_blocks(4)
     ids = [block.block_id for block in blocks]
-    params = pushing.side.finished(request, (ids,))
+    params = pushing.side.request_finished(request, (ids,))
     pushing.pool.free_blocks(blocks)
     assert pushing.asks() == [("grant", "t")]
-    assert pushing.side.has_pending()
+    assert pushing.side.has_pending_push_work()
     (piece,) = pushing.step().pieces
 
     assert (piece.request, piece.groups, piece.tokens, piece.last) == ("t", [ids[:3]], 10, True)
@@ -1374,13 +1380,13 @@ def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
     """The second is computed and not handed over."""
     first = pushing.prefill()
     if is_held:
-        pushing.side.finished(first, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
+        pushing.side.request_finished(first, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     second = pushing.prefill(name="p-b")
     pushing.asks()
 
-    assert pushing.side.finished(second, ([1, 2, 3],)) is None
+    assert pushing.side.request_finished(second, ([1, 2, 3],)) is None
     assert pushing.asks() == []
-    assert pushing.side.stats().data["counters"] == {"transfer_ids_duplicate": 1}
+    assert pushing.side.get_kv_connector_stats().data["counters"] == {"transfer_ids_duplicate": 1}
 
 
 @pytest.mark.parametrize("transfer", ["x" * (MAX_ID + 1), 7, "a\nb", ["t"]], ids=lambda value: str(value)[:5])
@@ -1388,17 +1394,17 @@ def test_a_prefill_with_an_invalid_transfer_id_is_not_handed_over(pushing, trans
     """And the prefill goes on."""
     request = pushing.prefill(transfer=transfer)
 
-    assert pushing.side.finished(request, ([1, 2, 3],)) is None
+    assert pushing.side.request_finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == []
-    assert pushing.side.stats().data["counters"] == {"transfer_ids_invalid": 1}
+    assert pushing.side.get_kv_connector_stats().data["counters"] == {"transfer_ids_invalid": 1}
 
 
 def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
     """Its decode engine learns it at once; its name is free again."""
     request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
-    assert pushing.side.finished(request, ([1, 2, 3],)) is None
+    assert pushing.side.request_finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == [("push_coordinator.abandoned", "t")]
-    assert pushing.side.has_pending()  # for the workers
+    assert pushing.side.has_pending_push_work()  # for the workers
     pushing.prefill(name="p-b")
 
     assert "transfer_ids_duplicate" not in pushing.side._counters.take_report().counters
@@ -1409,7 +1415,7 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
     engine = PushEngine(max_leases=1)
     for name in ("a", "b"):
         request = engine.prefill(name=name, transfer=name)
-        engine.side.finished(request, ([block.block_id for block in engine.pool.get_new_blocks(3)],))
+        engine.side.request_finished(request, ([block.block_id for block in engine.pool.get_new_blocks(3)],))
     engine.stop()
 
     assert engine.asks() == [("grant", "a"), ("push_coordinator.abandoned", "b")]
@@ -1435,7 +1441,7 @@ def test_an_engine_with_work_does_not_wait_in_its_step(pushing, why):
         pushing.tell(LoadResult(RequestId("d-a"), ""))
     if why == "pieces":
         request = pushing.prefill()
-        pushing.side.finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
+        pushing.side.request_finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     if why == "blocks":
         pushing.side.handle_results = lambda: None
         pushing.tell(BlocksReleased(RequestId("d-a")))
@@ -1450,7 +1456,7 @@ def test_an_engine_whose_other_connector_has_work_does_not_wait_in_its_step(push
     pushing.allocate(pushing.arrive(), 9)
     other = pushing.request(name="d-b", status=status)
     pushing.side.on_new_request(other)
-    pushing.side.matched_tokens(other, 0)
+    pushing.matched(other, 0)
     if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
         pushing.allocate(other, 0)
     pushing.step()
@@ -1464,7 +1470,7 @@ def test_a_request_that_lacks_blocks_does_not_keep_it_awake(pushing):
     pushing.pool.get_new_blocks(pushing.free() - 1)
     other = pushing.request(name="d-b", status=RequestStatus.WAITING)
     pushing.side.on_new_request(other)
-    pushing.side.matched_tokens(other, 0)
+    pushing.matched(other, 0)
     pushing.step()
 
     assert len(pushing.waker.waits) == 1
@@ -1474,7 +1480,7 @@ def test_a_request_whose_push_is_awaited_does_not_keep_it_awake(pushing):
     """It has the same status as one that another connector loads."""
     request = pushing.arrive()
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    pushing.side.matched_tokens(request, 0)
+    pushing.matched(request, 0)
     pushing.allocate(request, 9)
     pushing.step()
 
@@ -1486,7 +1492,7 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     pushing.allocate(pushing.arrive(), 9)
     done = pushing.arrive(name="d-b")
     done.status = RequestStatus.RUNNING
-    pushing.side.finished(done, ([],))
+    pushing.side.request_finished(done, ([],))
     pushing.step()
 
     assert len(pushing.waker.waits) == 1
@@ -1496,7 +1502,7 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
 def lending():
     engine = Engine(prefix_hash="sha256")
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def test_a_look_up_in_a_step_waits_for_that_step(lending):
@@ -1506,10 +1512,10 @@ def test_a_look_up_in_a_step_waits_for_that_step(lending):
     lending.pool.cached_block_hash_to_block.insert(make_block_hash_with_group_id(b"hash", 0), block)
     lending.side._control._outbox.put([PrefixLookup(Question(ConnId(1), RequestId("r")), [b"hash"])], StatsReport())
 
-    number = lending.side.step(step).number
+    number = lending.side.build_connector_meta(step).number
 
     assert (number, len(lending.side._cached._pinned)) == (1, 1)
-    lending.side.after_step(KVConnectorOutput(kv_connector_worker_meta=QuarantineMetadata(step=number)))
+    lending.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(step=number)))
     assert len(lending.side._cached._pinned) == 0
 
 
@@ -1517,12 +1523,12 @@ def test_steps_have_no_number_where_nothing_is_lent(engine):
     """Workers then report nothing with them."""
     step = SimpleNamespace(total_num_scheduled_tokens=4, num_scheduled_tokens={}, kv_connector_block_state=None)
 
-    assert engine.side.step(step).number == 0
+    assert engine.side.build_connector_meta(step).number == 0
 
 
 def steps(engine):
     """The events of one report, without their times."""
-    report = engine.side.stats()
+    report = engine.side.get_kv_connector_stats()
     return [] if report is None else [(each[0], str(each[1]), each[3]) for each in report.data["events"]]
 
 
@@ -1542,19 +1548,19 @@ def noting(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine()
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def test_the_timeline_of_a_load_names_each_step(noting):
     """In the order in which vLLM calls the hooks; a request is considered once, however often vLLM asks."""
     request = noting.arrive()
-    noting.side.matched_tokens(request, 0)
-    noting.side.matched_tokens(request, 0)
+    noting.matched(request, 0)
+    noting.matched(request, 0)
     noting.allocate(request, 9)
-    noting.side.step(computing("d-a", 1))
+    noting.side.build_connector_meta(computing("d-a", 1))
     request.num_output_tokens = 1
-    noting.side.step(IDLE)
-    noting.side.finished(request, ((),))
+    noting.side.build_connector_meta(IDLE)
+    noting.side.request_finished(request, ((),))
 
     assert [each for each in steps(noting) if "lease" not in each[1]] == [
         ("d-a", "arrived", 0), ("d-a", "queued", 0), ("d-a", "considered", 0), ("d-a", "load_ordered", 9),
@@ -1565,10 +1571,10 @@ def test_the_timeline_of_a_load_names_each_step(noting):
 def test_the_first_handshake_with_an_engine_has_an_end_in_the_timeline(noting):
     """Before it, vLLM allocates nothing: it would be taken for the time until there are blocks."""
     request = noting.arrive(remote_engine_id="p1")
-    assert noting.side.matched_tokens(request, 0) == (None, False)
-    assert noting.side.matched_tokens(request, 0) == (None, False)
+    assert noting.matched(request, 0) == (None, False)
+    assert noting.matched(request, 0) == (None, False)
     noting.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
-    noting.side.matched_tokens(request, 0)
+    noting.matched(request, 0)
     noting.allocate(request, 9)
 
     assert [step for _, step, _ in steps(noting)] == ["arrived", "queued", "considered", "peer_met", "load_ordered"]
@@ -1579,8 +1585,8 @@ def test_the_events_of_a_timeline_are_dated(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine(clock=lambda: 5000.0)
     engine.arrive()
-    report = engine.side.stats()
-    engine.side.stop()
+    report = engine.side.get_kv_connector_stats()
+    engine.side.shutdown()
 
     assert [each[2] for each in report.data["events"]] == [4990.0, 5000.0]
 
@@ -1593,7 +1599,7 @@ def test_without_the_route_nothing_is_noted(engine):
 
 
 def peer_loads(engine):
-    return engine.side.stats().data["peer_loads"]
+    return engine.side.get_kv_connector_stats().data["peer_loads"]
 
 
 def test_a_load_is_counted_for_its_prefill_engine_when_all_ranks_have_it(engine):
@@ -1602,7 +1608,7 @@ def test_a_load_is_counted_for_its_prefill_engine_when_all_ranks_have_it(engine)
         engine.allocate(engine.arrive(name=name, remote_request_id=f"p-{name}"), 10)
     engine.orders()
     output = KVConnectorOutput(finished_recving={"d-a", "d-b"}, failed_recving={"d-b"})
-    engine.side.after_step(output)
+    engine.side.update_connector_output(output)
 
     assert peer_loads(engine) == {"p0": {"loaded": 1}}
 
@@ -1615,10 +1621,10 @@ def test_a_prefill_engine_that_cannot_be_reached_or_refuses_is_named(engine):
         engine.side._decodes.handshake_ended(HandshakeEnded(EngineId(peer), is_final=False, **ended))
         if peer == "p1":
             engine.allocate(request, 10)
-    engine.side.step(IDLE)
-    engine.side.after_step(KVConnectorOutput(finished_recving={"d-p1"}, failed_recving={"d-p1"}))
+    engine.side.build_connector_meta(IDLE)
+    engine.side.update_connector_output(KVConnectorOutput(finished_recving={"d-p1"}, failed_recving={"d-p1"}))
 
-    report = engine.side.stats().data
+    report = engine.side.get_kv_connector_stats().data
     assert report["peer_loads"] == {"p1": {"handshake": 1}, "p2": {"secret": 1}}
     assert report["failures"] == {"p1": "handshake", "p2": "secret"}
 
@@ -1628,8 +1634,8 @@ def test_an_engine_with_another_secret_is_named_by_its_offers(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine(secrets=(SECRET,))
     engine.side.on_new_request(engine.request(offer().to_params() | {"do_remote_prefill": True}))
-    report = engine.side.stats().data
-    engine.side.stop()
+    report = engine.side.get_kv_connector_stats().data
+    engine.side.shutdown()
 
     assert report["peer_loads"] == {"p0": {"secret": 1}}
     assert report["failures"] == {"p0": "secret"}
@@ -1641,15 +1647,15 @@ def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums
     engine = Engine(verify_share=1.0, verify_blocks=2)
     request = engine.request({"do_remote_decode": True}, name="p-a")
     blocks = [block.block_id for block in engine.pool.get_new_blocks(3)]
-    engine.side.finished(request, (blocks,))
-    assert engine.side.has_pending()
-    sampled = engine.side.step(IDLE).sampled
-    assert not engine.side.has_pending()
+    engine.side.request_finished(request, (blocks,))
+    assert engine.side.has_pending_push_work()
+    sampled = engine.side.build_connector_meta(IDLE).sampled
+    assert not engine.side.has_pending_push_work()
 
     assert {name: {each.block for each in its} <= set(blocks) for name, its in sampled.items()} == {"p-a": True}
     assert [len(its) for its in sampled.values()] == [2]
     sums = {RequestId("p-a"): [RankSums(0, "s", ())]}
-    engine.side.after_step(KVConnectorOutput(kv_connector_worker_meta=QuarantineMetadata(sums=sums)))
+    engine.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(sums=sums)))
     settle(engine)
 
     assert engine.side._control._runner._core.lease_manager._sampled["p-a"].sums_of(0) == RankSums(0, "s", ())
@@ -1661,7 +1667,7 @@ def sleeping():
     """An engine with a loop, which sleeps until something is in its input queue."""
     engine = Engine(input_queue=queue.Queue())
     yield engine
-    engine.side.stop()
+    engine.side.shutdown()
 
 
 def test_numbers_that_nothing_follows_wake_an_idle_engine(sleeping):
@@ -1671,8 +1677,8 @@ def test_numbers_that_nothing_follows_wake_an_idle_engine(sleeping):
     woken, _ = sleeping.side._waker._queue.get(timeout=60)
 
     assert woken is EngineCoreRequestType.WAKEUP
-    assert sleeping.side.has_pending()
-    sleeping.side.step(IDLE)
+    assert sleeping.side.has_pending_push_work()
+    sleeping.side.build_connector_meta(IDLE)
     assert sum(counters(sleeping).values()) > 0
 
 
@@ -1682,7 +1688,7 @@ def compare_two_pushes(pushing):
         pushing.allocate(pushing.arrive(name=name, transfer_id=f"t-{name}"), 9)
         pushing.tell(LoadResult(RequestId(name), "", checks=LoadChecks(EngineId("p0"), (), ())))
         pushing.step()
-        pushing.side.after_step(KVConnectorOutput(finished_recving={name}, failed_recving=failed))
+        pushing.side.update_connector_output(KVConnectorOutput(finished_recving={name}, failed_recving=failed))
 
 
 def test_a_compared_push_counts_once_when_all_ranks_have_compared_it(pushing):

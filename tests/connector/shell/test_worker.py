@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     import torch
 
     from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
-    from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+    from pdrelay_connector.shell.metadata import StepMetadata, WorkerMetadata
     from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
 from pdrelay_connector.core.counters import StatsReport
@@ -59,7 +59,7 @@ def worker():
 def load(worker, *names):
     whole = (TokenRange(0, 0, 4, [1], [2]),)
     orders = [LoadOrder(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, whole) for name in names]
-    worker.load(StepMetadata(orders, idle=True))
+    worker.start_load_kv(StepMetadata(orders, idle=True))
 
 
 def tell(worker, *news):
@@ -70,23 +70,23 @@ def test_failed_loads_are_reported_as_received_too(worker):
     """vLLM takes a request out of its waiting state by the one, and recomputes it by the other."""
     load(worker, "a", "b")
     tell(worker, LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "no route"))
-    results = worker.results()
+    results = worker.get_transfer_results()
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
-    assert worker.take_quarantined() is None
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
     """A step later vLLM would have given them to another request."""
     load(worker, "a")
     tell(worker, LoadResult(RequestId("a"), "not loaded", quarantined=True))
-    assert worker.results().failed_recving == {"a"}
-    assert worker.take_quarantined() == QuarantineMetadata([RequestId("a")], [])
+    assert worker.get_transfer_results().failed_recving == {"a"}
+    assert worker.build_connector_worker_meta() == WorkerMetadata([RequestId("a")], [])
     tell(worker, BlocksReleased(RequestId("a")))
-    assert worker.results().finished_recving == set()
+    assert worker.get_transfer_results().finished_recving == set()
 
-    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("a")])
-    assert worker.take_quarantined() is None
+    assert worker.build_connector_worker_meta() == WorkerMetadata([], [RequestId("a")])
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
@@ -95,20 +95,20 @@ def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
     worker._runner.dead = True
 
     with pytest.raises(ConnectorError, match="died"):
-        worker.results()
+        worker.get_transfer_results()
 
 
 def test_loads_fail_when_a_call_of_nixl_does_not_return(worker, caplog):
     """Nothing else would end them. What the call may still write into is nobody's until it is over."""
     load(worker, "a", "b")
     worker._runner.busy_s = Settings().transfer_timeout + 1
-    results = worker.results()
+    results = worker.get_transfer_results()
     load(worker, "later")
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a", "b"})
-    assert worker.take_quarantined() == QuarantineMetadata([RequestId("a"), RequestId("b")], [])
-    assert worker.results().failed_recving == {"later"}
-    counters = worker.stats().data["counters"]
+    assert worker.build_connector_worker_meta() == WorkerMetadata([RequestId("a"), RequestId("b")], [])
+    assert worker.get_transfer_results().failed_recving == {"later"}
+    counters = worker.get_kv_connector_stats().data["counters"]
     assert (counters["transfer_thread_stuck"], counters["loads_failed_timeout"]) == (1, 3)
     assert sum("has not returned" in record.message for record in caplog.records) == 1
 
@@ -117,28 +117,28 @@ def test_a_call_that_returns_after_all_frees_the_blocks_and_ends_no_load_twice(w
     """Whatever it says of them, vLLM has computed these prompts."""
     load(worker, "read", "failed", "hangs")
     worker._runner.busy_s = Settings().transfer_timeout + 1
-    worker.results()
-    worker.take_quarantined()
+    worker.get_transfer_results()
+    worker.build_connector_worker_meta()
     worker._runner.busy_s = 0.0
     ends = LoadResult(RequestId("read"), ""), LoadResult(RequestId("failed"), "no route")
     tell(worker, *ends, LoadResult(RequestId("hangs"), "not loaded", quarantined=True))
-    results = worker.results()
+    results = worker.get_transfer_results()
 
     assert (results.finished_recving, results.failed_recving) == (set(), set())
-    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("read"), RequestId("failed")])
+    assert worker.build_connector_worker_meta() == WorkerMetadata([], [RequestId("read"), RequestId("failed")])
     tell(worker, BlocksReleased(RequestId("hangs")))
-    worker.results()
-    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("hangs")])
+    worker.get_transfer_results()
+    assert worker.build_connector_worker_meta() == WorkerMetadata([], [RequestId("hangs")])
 
 
 def test_what_is_loaded_when_the_call_has_returned_is_loaded(worker):
     worker._runner.busy_s = Settings().transfer_timeout + 1
     load(worker, "a")
-    worker.results()
+    worker.get_transfer_results()
     worker._runner.busy_s = 0.0
     load(worker, "b")
     tell(worker, LoadResult(RequestId("b"), ""))
-    results = worker.results()
+    results = worker.get_transfer_results()
 
     assert (results.finished_recving, results.failed_recving) == ({"b"}, set())
 
@@ -212,19 +212,19 @@ def test_a_writer_that_has_died_stops_the_engine(worker):
     worker._push_writer.dead = True
 
     with pytest.raises(ConnectorError, match="died"):
-        worker.results()
+        worker.get_transfer_results()
 
 
 def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
     """In push the workers only pass results on; the scheduler keeps the quarantine."""
     a, b = LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "aborted", quarantined=True)
-    worker.load(StepMetadata(arrived=[a]))
-    worker.load(StepMetadata(arrived=[b], idle=True))
-    results = worker.results()
+    worker.start_load_kv(StepMetadata(arrived=[a]))
+    worker.start_load_kv(StepMetadata(arrived=[b], idle=True))
+    results = worker.get_transfer_results()
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
-    assert worker.take_quarantined() is None
-    assert worker.results().finished_recving == set()
+    assert worker.build_connector_worker_meta() is None
+    assert worker.get_transfer_results().finished_recving == set()
 
 
 class Cache:
@@ -248,8 +248,8 @@ def arrived(worker, *crcs, shape="whole"):
     """Take in a push of two blocks, which P says have these checksums."""
     blocks = tuple(BlockSum(0, 4 * place, 4 * place + 4, crc) for place, crc in enumerate(crcs))
     checks = LoadChecks(EngineId("p"), (RankSums(0, shape, blocks),), [TokenRange(0, 0, 8, (), [7, 8])])
-    worker.load(StepMetadata(arrived=[LoadResult(RequestId("a"), "", checks=checks)]))
-    return worker.results(), worker.stats().data
+    worker.start_load_kv(StepMetadata(arrived=[LoadResult(RequestId("a"), "", checks=checks)]))
+    return worker.get_transfer_results(), worker.get_kv_connector_stats().data
 
 
 def test_a_push_is_compared_before_vllm_hears_of_its_end(worker):
@@ -278,8 +278,8 @@ def test_checksums_of_finished_prefills_go_to_the_scheduler_with_the_step(worker
     worker._memory = Cache({7: 70, 8: 80})
     worker.take_sums({RequestId("p-a"): (SampledBlock(0, 8, 4, 8),)})
 
-    assert worker.take_quarantined().sums == {"p-a": [RankSums(0, "whole", (BlockSum(0, 4, 8, 80),))]}
-    assert worker.take_quarantined() is None
+    assert worker.build_connector_worker_meta().sums == {"p-a": [RankSums(0, "whole", (BlockSum(0, 4, 8, 80),))]}
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_a_worker_whose_cache_has_no_reader_answers_without_checksums(worker):
@@ -287,7 +287,7 @@ def test_a_worker_whose_cache_has_no_reader_answers_without_checksums(worker):
     worker._memory = Cache({})
     worker._memory.cache = None
     worker.take_sums({RequestId("p-a"): (SampledBlock(0, 8, 4, 8),)})
-    assert worker.take_quarantined().sums == {"p-a": [RankSums(0, "", ())]}
+    assert worker.build_connector_worker_meta().sums == {"p-a": [RankSums(0, "", ())]}
     results, report = arrived(worker, 1, 2)
 
     assert results.failed_recving == set()
@@ -296,6 +296,6 @@ def test_a_worker_whose_cache_has_no_reader_answers_without_checksums(worker):
 
 def test_checksums_of_all_ranks_add_up():
     """The readers of each get those of its counterpart."""
-    one, other = (QuarantineMetadata(sums={RequestId("a"): [RankSums(rank, "s", ())]}) for rank in (0, 1))
+    one, other = (WorkerMetadata(sums={RequestId("a"): [RankSums(rank, "s", ())]}) for rank in (0, 1))
 
     assert one.aggregate(other).sums == {"a": [RankSums(0, "s", ()), RankSums(1, "s", ())]}

@@ -56,18 +56,6 @@ def test_cached_blocks_that_others_use_take_no_room():
     assert lacked_blocks(needs=CACHED + 3, in_use=3) == 3
 
 
-def test_a_request_that_has_got_its_blocks_lacks_none():
-    """VLLM has told of it."""
-    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
-    pool.get_new_blocks(BLOCKS - 1)
-    request = Request("waits", list(range(SIZE)), SamplingParams(), None)
-    shortage = BlockShortage([CacheGroup(SIZE)])
-    shortage.considered(request, 0)
-    shortage.allocated(request)
-
-    assert shortage.step(pool) is None
-
-
 def test_leases_are_revoked_after_a_wait_and_then_once_a_second():
     """Blocks are free a step later; a shortage that ends begins anew."""
     timer = ShortageTimer(WAIT)

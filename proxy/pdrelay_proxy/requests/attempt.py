@@ -140,7 +140,9 @@ class Attempt(LegOwner):
     def note_read(self, lent_by: PrefillLeg) -> None:
         """Note whether a decode engine may have come for a prefill's blocks: the two settle it."""
         decode = self.decode
-        if decode is not None and (decode.complete or decode.may_be_read):
+        if decode is None or decode.refused_in_stream:
+            return
+        if decode.complete or decode.may_be_read:
             lent_by.is_read = True
 
     def settle(self, lent_by: PrefillLeg) -> None:

@@ -315,6 +315,13 @@ class DecodeLeg(EngineLeg):
         """Tell whether the engine has taken the request."""
         return self.lines is not None or (self.status == _OK and not self._is_stream)
 
+    @property
+    def refused_in_stream(self) -> bool:
+        """Tell whether the engine has refused the request by an event: vLLM tells its connector of
+        the refusals that are whole answers alone (vllm/entrypoints/generate/base/serving.py).
+        """
+        return self._is_stream and self.failure is Failure.REFUSED
+
     def take_shown(self) -> bytes:
         """Return what the client gets first, once."""
         shown = self.shown

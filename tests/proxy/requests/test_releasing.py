@@ -175,6 +175,22 @@ async def test_a_decode_leg_that_was_sent_settles_it_itself(outcome):
     assert not engines.releases
 
 
+@pytest.mark.parametrize(("code", "releases"), [(400, ["decode-0"]), (500, [])])
+async def test_a_decode_engine_that_refuses_in_its_stream_has_told_nobody(code, releases):
+    """There vLLM tells its connector nothing (completion/serving.py); a failure may be one of the load."""
+
+    async def decode(_):
+        return 200, [b'data: {"error":{"message":"too many logprobs","code":%d}}\n\n' % code, DONE]
+
+    engines = Refusing(pulled_prefill, decode)
+    engines.refusals = (NO,)
+    router = router_of(engines, retries=0)
+    client = await served(router)
+
+    assert client.status == code
+    assert [leg.instance.id for leg in engines.releases] == releases
+
+
 async def test_blocks_that_are_pushed_are_not_given_back_this_way():
     """A refused decode leg does not free them; that was tried."""
     engines = Unsent(good_prefill, down)

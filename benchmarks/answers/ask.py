@@ -14,133 +14,41 @@ import json
 import statistics
 import sys
 import time
+import uuid
 
 import httpx
 from jsonschema import Draft202012Validator
 
 from pdrelay_tools.served_by import metric_total, parse_server_timing
 
-COUNTRIES = (
-    *(
-        "France",
-        "Spain",
-        "Italy",
-        "Germany",
-        "Japan",
-        "Egypt",
-        "Canada",
-        "Brazil",
-        "India",
-        "China",
-    ),
-    *(
-        "Kenya",
-        "Norway",
-        "Greece",
-        "Peru",
-        "Poland",
-        "Portugal",
-        "Austria",
-        "Turkey",
-        "Cuba",
-        "Ireland",
-    ),
-)
-THINGS = (
-    *(
-        "the sky blue",
-        "the sea salty",
-        "grass green",
-        "snow white",
-        "ice slippery",
-        "bread soft",
-        "glass clear",
-    ),
-    *(
-        "the moon bright",
-        "iron heavy",
-        "honey sweet",
-        "fire hot",
-        "the desert dry",
-        "winter cold",
-        "rust red",
-    ),
-    *("milk white", "coffee bitter", "silk smooth", "sand loose", "the wind strong", "gold rare"),
-)
-TRADES = (
-    *(
-        "a baker",
-        "a sailor",
-        "a teacher",
-        "a doctor",
-        "a carpenter",
-        "a farmer",
-        "a pilot",
-        "a judge",
-        "a tailor",
-    ),
-    *(
-        "a fisherman",
-        "a librarian",
-        "a gardener",
-        "a mason",
-        "a postman",
-        "a cook",
-        "a painter",
-        "a nurse",
-    ),
-    *("a blacksmith", "a shepherd", "an astronomer"),
-)
-NOUNS = (
-    *(
-        "a river",
-        "a bridge",
-        "a volcano",
-        "a library",
-        "a train",
-        "a clock",
-        "an island",
-        "a forest",
-        "a magnet",
-    ),
-    *(
-        "a telescope",
-        "a bicycle",
-        "a battery",
-        "an orchestra",
-        "a glacier",
-        "a compass",
-        "a harbour",
-        "a desert",
-    ),
-    *("a parliament", "a harvest", "a lighthouse"),
-)
-ANIMALS = (
-    *(
-        "bees",
-        "wolves",
-        "owls",
-        "salmon",
-        "camels",
-        "ants",
-        "dolphins",
-        "bats",
-        "penguins",
-        "spiders",
-        "horses",
-    ),
-    *(
-        "elephants",
-        "frogs",
-        "storks",
-        "squirrels",
-        "octopuses",
-        "lions",
-        "tortoises",
-        "beavers",
-        "swallows",
-    ),
-)
+
+def _listed(text):
+    return " ".join(text.split()).split(", ")
+
+
+COUNTRIES = _listed("""
+France, Spain, Italy, Germany, Japan, Egypt, Canada, Brazil, India, China, Kenya, Norway,
+Greece, Peru, Poland, Portugal, Austria, Turkey, Cuba, Ireland
+""")
+THINGS = _listed("""
+the sky blue, the sea salty, grass green, snow white, ice slippery, bread soft, glass clear, the
+moon bright, iron heavy, honey sweet, fire hot, the desert dry, winter cold, rust red, milk
+white, coffee bitter, silk smooth, sand loose, the wind strong, gold rare
+""")
+TRADES = _listed("""
+a baker, a sailor, a teacher, a doctor, a carpenter, a farmer, a pilot, a judge, a tailor, a
+fisherman, a librarian, a gardener, a mason, a postman, a cook, a painter, a nurse, a
+blacksmith, a shepherd, an astronomer
+""")
+NOUNS = _listed("""
+a river, a bridge, a volcano, a library, a train, a clock, an island, a forest, a magnet, a
+telescope, a bicycle, a battery, an orchestra, a glacier, a compass, a harbour, a desert, a
+parliament, a harvest, a lighthouse
+""")
+ANIMALS = _listed("""
+bees, wolves, owls, salmon, camels, ants, dolphins, bats, penguins, spiders, horses, elephants,
+frogs, storks, squirrels, octopuses, lions, tortoises, beavers, swallows
+""")
 QUESTIONS = (
     *(f"What is the capital of {country}?" for country in COUNTRIES),
     *(f"Why is {thing}?" for thing in THINGS),
@@ -181,29 +89,19 @@ def main():
     }[args.compare]
     with httpx.Client(timeout=300, trust_env=False) as client:
         model = client.get(f"{args.router}/v1/models").raise_for_status().json()["data"][0]["id"]
-        moved = {engine: bytes_moved(client, engine) for engine in args.engine}
+        before = sum(bytes_moved(client, engine) for engine in args.engine)
         different = []
         whole = 0  # objects that did not end at the limit of tokens: all of these are valid
         times = {"router": [], "alone": []}
         legs = set()
+        run = uuid.uuid4().hex  # caches have nothing of an earlier one
         for number, question in enumerate(questions[: args.count]):
-            routed, seconds, header = ask(
-                client, args.router, model, question, args.max_tokens, **more
-            )
+            both = more | {"max_tokens": args.max_tokens, "cache_salt": run}
+            routed, seconds, header = ask(client, args.router, model, question, both)
             times["router"].append(seconds)
-            legs.add(
-                tuple(
-                    sorted(
-                        name
-                        for name in parse_server_timing(header)
-                        if name in ("prefill", "decode")
-                    )
-                )
-            )
-            lone = {"cache_salt": "alone", **more}
-            alone, seconds, _ = ask(
-                client, args.engine[-1], model, question, args.max_tokens, **lone
-            )
+            legs.add(", ".join(sorted({"prefill", "decode"} & parse_server_timing(header).keys())))
+            lone = both | {"cache_salt": f"{run} alone"}
+            alone, seconds, _ = ask(client, args.engine[-1], model, question, lone)
             times["alone"].append(seconds)
             if args.compare == "objects" and routed["finish_reason"] == "stop":
                 whole += 1
@@ -216,14 +114,11 @@ def main():
                 )
             elif number % 20 == 0:
                 print(f"{number}: {question} {routed['text']!r}")
-        moved = {
-            engine: (bytes_moved(client, engine) or 0) - (before or 0)
-            for engine, before in moved.items()
-        }
+        moved = sum(bytes_moved(client, engine) for engine in args.engine) - before
     count = min(args.count, len(questions))
     print(
-        f"{count - len(different)} of {count} {args.compare} are equal; legs {sorted(legs)}; bytes "
-        f"of KV moved {moved}"
+        f"{count - len(different)} of {count} {args.compare} are equal; legs {sorted(legs)}; "
+        f"{moved} bytes of KV moved"
     )
     if args.compare == "objects":
         print(f"{whole} of {count} objects are whole and valid")
@@ -234,17 +129,11 @@ def main():
     sys.exit(bool(different))
 
 
-def ask(client, url, model, question, max_tokens, **more):
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        **more,
-    }
+def ask(client, url, model, question, options):
+    messages = [{"role": "user", "content": question}]
+    body = {"model": model, "messages": messages, "temperature": 0} | options
     start = time.monotonic()
-    answer = client.post(
-        f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}
-    ).raise_for_status()
+    answer = client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
     choice = answer.json()["choices"][0]
     found = {"text": choice["message"]["content"]} | {
         name: choice[name] for name in ("logprobs", "finish_reason")
@@ -253,7 +142,8 @@ def ask(client, url, model, question, max_tokens, **more):
 
 
 def bytes_moved(client, engine):
-    return metric_total(client.get(f"{engine}/metrics").content)
+    """Return the bytes of KV that an engine has counted."""
+    return metric_total(client.get(f"{engine}/metrics").content) or 0
 
 
 def read_arguments():

@@ -24,11 +24,11 @@ from pathlib import Path
 import httpx
 
 from benchmarks import page
+from benchmarks.answers.ask import bytes_moved
 from benchmarks.router.contestants import CONTESTANTS
 from pdrelay_tools.local.plan import SMOLLM2_FOLDER
 from pdrelay_tools.local.processes import Command, open_fleet
 from pdrelay_tools.local.recipe import Connector, Role
-from pdrelay_tools.served_by import metric_total
 from support import router_kind
 from support.cluster import (
     MODEL_NAME,
@@ -59,9 +59,9 @@ def main():
         for connector in order:
             with engines(args.model, connector) as (targets, pair):
                 for name, url in targets.items():
-                    before = bytes_moved(pair)
+                    before = moved_by(pair)
                     seen[name].append(bench(args, url, seed=next(seeds)))
-                    moved[name] += bytes_moved(pair) - before
+                    moved[name] += moved_by(pair) - before
                     print(name, {key: round(seen[name][-1][key], 1) for key in SHOWN}, flush=True)
         order.reverse()
     print_table(seen, moved)
@@ -118,42 +118,27 @@ def toy_proxy(prefill, decode):
 def bench(args, url, *, seed):
     """Run ``vllm bench serve`` against a server; return its result."""
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
-        argv = [
-            Path(sys.executable).with_name("vllm"),
-            "bench",
-            "serve",
-            "--base-url",
-            url,
-            "--model",
-            MODEL_NAME,
-        ]
-        argv += [
-            "--tokenizer",
-            args.model.resolve(),
-            "--dataset-name",
-            "random",
-            "--seed",
-            str(seed),
-            "--ignore-eos",
-        ]
-        argv += ["--random-input-len", str(args.input), "--random-output-len", str(args.output)]
-        argv += [
-            "--num-prompts",
-            str(args.prompts),
-            "--max-concurrency",
-            str(args.concurrency),
-            "--num-warmups",
-            "2",
-        ]
-        argv += [
-            "--percentile-metrics",
-            "ttft,tpot,itl,e2el",
-            "--disable-tqdm",
-            "--temperature",
-            "0",
-        ]
-        argv += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
-        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+        options = {
+            "--base-url": url,
+            "--model": MODEL_NAME,
+            "--tokenizer": args.model.resolve(),
+            "--dataset-name": "random",
+            "--seed": seed,
+            "--random-input-len": args.input,
+            "--random-output-len": args.output,
+            "--num-prompts": args.prompts,
+            "--max-concurrency": args.concurrency,
+            "--num-warmups": 2,
+            "--percentile-metrics": "ttft,tpot,itl,e2el",
+            "--temperature": 0,
+            "--result-dir": folder,
+            "--result-filename": "result.json",
+        }
+        argv = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--ignore-eos"]
+        argv += ["--disable-tqdm", "--save-result", *itertools.chain(*options.items())]
+        done = subprocess.run(
+            [*map(str, argv)], cwd=folder, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             sys.exit(
                 f"vllm bench serve ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -161,12 +146,10 @@ def bench(args, url, *, seed):
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def bytes_moved(pair):
+def moved_by(pair):
     """Return the bytes of KV that both engines have counted."""
-    return sum(
-        metric_total(httpx.get(f"{spec.base_url}/metrics", trust_env=False).content) or 0
-        for spec in pair
-    )
+    with httpx.Client(trust_env=False) as client:
+        return sum(bytes_moved(client, spec.base_url) for spec in pair)
 
 
 def print_table(seen, moved):

@@ -115,8 +115,9 @@ class SimulatedFleet:
 
     def send(self, router):
         router.is_waiting = False
-        router.pace.note_sent(len(self.routers) - 1, now=self.now)
-        for data in router.exchange.sealed(LOADS, router.loads.bodies(now=self.now), wall=self.now):
+        datagrams = router.exchange.sealed(LOADS, router.loads.bodies(now=self.now), wall=self.now)
+        router.pace.note_sent(len(datagrams) * (len(self.routers) - 1), now=self.now)
+        for data in datagrams:
             self.at(self.now + self.delay_s, self.hear, router, data)
 
     def hear(self, sender, data):

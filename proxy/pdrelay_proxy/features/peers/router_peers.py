@@ -166,8 +166,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._set_share()
         if self._introducing is None:
             self._introduce()
-        if self._timer is None:
-            self._send()
+        self._send()
         self._send_all(self._sealed(PROBES, self.probes.bodies()))
         if self._admission.shares_limits:
             self._send_all(self._sealed(QUOTAS, self._quotas.bodies()))
@@ -199,10 +198,13 @@ class RouterPeers(asyncio.DatagramProtocol):
             admission.share = share
 
     def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         now = self._clock()
-        self._timer = None
-        self._pace.note_sent(len(self._targets), now=now)
-        self._send_all(self._sealed(LOADS, self._loads.bodies(now=now)))
+        datagrams = self._sealed(LOADS, self._loads.bodies(now=now))
+        self._pace.note_sent(len(datagrams) * len(self._targets), now=now)
+        self._send_all(datagrams)
 
     def _sealed(self, kind: DatagramKind, bodies: Sequence[bytes]) -> Sequence[bytes]:
         return self._exchange.sealed(kind, bodies, wall=self._wall())

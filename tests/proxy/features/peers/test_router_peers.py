@@ -1,5 +1,6 @@
 """Which other routers there should be, and what share of the fleet's limits a router takes while it hears few."""
 
+import asyncio
 import socket
 
 import pytest
@@ -7,10 +8,12 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
 from pdrelay_proxy.features.peers.peer_counts import PeerCounts
 from pdrelay_proxy.features.peers.router_peers import Meeting, RouterPeers
 from pdrelay_proxy.settings import Settings
+from support.simulated_loop import in_simulated_time
 
 pytestmark = pytest.mark.edges
 
@@ -38,19 +41,20 @@ def dns(monkeypatch):
 
 
 class OneRouter:
-    """A router with peers; its time stands still."""
+    """A router with peers; its time stands still unless it has a clock."""
 
-    def __init__(self, *names):
+    def __init__(self, *names, clock=lambda: 0.0):
+        self.registry = Registry()
         self.admission = Admission(Settings(max_rate=100.0), has_other_routers=True)
         self.counts = PeerCounts()
         self.peers = RouterPeers(
-            Registry(),
+            self.registry,
             self.admission,
             tuple,
             self.counts,
             Meeting([Address("http", name, 8001) for name in names], SECRET, ("127.0.0.1", 0)),
             probes=True,
-            clock=lambda: 0.0,
+            clock=clock,
             wall=lambda: WALL,
         )
 
@@ -75,6 +79,25 @@ class OneRouter:
     @property
     def known(self):
         return self.counts.expected_routers
+
+
+def test_a_busy_router_sends_no_more_datagrams_than_its_pace_allows(dns):
+    """The loads of 300 engines take three datagrams to each router; each of them costs both sides."""
+    dns.places["all"] = [f"127.1.0.{number}" for number in range(1, 41)]
+
+    async def sent_in_four_seconds():
+        router = OneRouter("all", clock=asyncio.get_running_loop().time)
+        engines = [router.registry.add(Role.PREFILL, Address("http", "h", port)).id for port in range(1, 301)]
+        async with router.peers.running():
+            await asyncio.sleep(1.5)
+            before = router.counts.datagrams["sent"]
+            for _ in range(400):
+                for engine in engines:
+                    router.peers.changed(engine)
+                await asyncio.sleep(0.01)
+            return router.counts.datagrams["sent"] - before
+
+    assert 10_000 < in_simulated_time(sent_in_four_seconds())[1] < 14_000
 
 
 async def test_a_name_that_leads_nowhere_is_a_router_that_is_not_heard(dns, caplog):

@@ -47,9 +47,10 @@ class SendPace:
         """Return when the next datagrams may go out."""
         return max(now, self._paid_at - _BURST_S)
 
-    def note_sent(self, targets: int, *, now: float) -> None:
-        """A datagram went to so many routers."""
-        self._paid_at = max(now, self._paid_at) + targets / _DATAGRAMS_PER_S
+    def note_sent(self, datagrams: int, *, now: float) -> None:
+        """So many went out; what follows waits no longer than until all is repeated in any case."""
+        paid_at = max(now, self._paid_at) + datagrams / _DATAGRAMS_PER_S
+        self._paid_at = min(paid_at, now + _REPEAT_S)
 
 
 class LoadPayload:

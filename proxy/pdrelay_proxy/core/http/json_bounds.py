@@ -25,11 +25,7 @@ _NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of
 _ITEM_LEAST: Final = 2  # bytes of an item and its comma
 # bytes of a body that cannot exceed a limit
 SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)
-_BRACE: Final = re.compile(rb"[{}]")
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# Whole strings, and what is between them. The outer repeat is not possessive: CPython before 3.11.5
-# leaves such a one behind the half of a turn that has failed (gh-106052).
-_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
+_UNCOUNTED: Final = bytes(set(range(256)) - set(b"{}:"))
 _OUTER: Final = re.compile(rb'["\[\]{},]')
 _INNER: Final = re.compile(rb'["\[\]{}]')
 _IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -63,21 +59,23 @@ def check_names(body: bytes) -> None:
     counts = [0]
     total = 0
     objects = 0
-    strings = 0
+    quotes = 0  # that begin or end a string
     offset = 0
     while offset < len(body):
-        end = _end_of_piece(body, offset)
-        is_string = end - offset > _STEP  # one longer string
-        piece, string_count = (b"", 1) if is_string else _STRING.subn(b"", body[offset:end])
-        offset = end
-        strings += string_count
+        step = body[offset : offset + _STEP]
+        if len(step) == _STEP and (_STEP - len(step.rstrip(b"\\"))) % 2:
+            step = step[:-1]  # no escape is cut in two
+        offset += len(step)
+        parts = step.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        piece = b"".join(parts[quotes % 2 :: 2])  # without its strings
+        quotes += len(parts) - 1
         total += piece.count(b":")
         objects += piece.count(b"{")
         if total > ALL_NAMES_MOST:
             raise BadRequest(
                 f"the body has more than {ALL_NAMES_MOST} names: it may have at most that"
             )
-        if strings > STRINGS_MOST:
+        if quotes > 2 * STRINGS_MOST:
             raise BadRequest(
                 f"the body has more than {STRINGS_MOST} strings: it may have at most that"
             )
@@ -88,27 +86,21 @@ def check_names(body: bytes) -> None:
         _count_names(piece, counts)
 
 
-def _end_of_piece(body: bytes, offset: int) -> int:
-    """Return where the piece that begins at ``offset`` ends: behind a string, or between two."""
-    match = _WHOLE_STRINGS.match(body, offset, offset + _STEP)
-    end = offset if match is None else match.end()
-    return end if end > offset else _end_of_string(body, offset + 1)
-
-
 def _count_names(piece: bytes, counts: list[int]) -> None:
     """Add the names in a piece without its strings to those of the open objects."""
-    offset = 0
-    for brace in _BRACE.finditer(piece):
-        brace_at = brace.start()
-        counts[-1] += piece.count(b":", offset, brace_at)
+    # The colons behind each brace, which stands before them only if it ends an object: to look for
+    # the braces one by one takes five times as long.
+    runs = piece.translate(None, _UNCOUNTED).replace(b"}", b"{}").split(b"{")
+    counts[-1] += len(runs.pop(0))
+    for run in runs:
         if counts[-1] > NAMES_MOST:
             _check_object(counts)
-        offset = brace_at + 1
-        if brace[0] == b"{":
-            counts.append(0)
-        elif len(counts) > 1:
+        if run[:1] != b"}":
+            counts.append(len(run))
+            continue
+        if len(counts) > 1:
             counts.pop()
-    counts[-1] += piece.count(b":", offset)
+        counts[-1] += len(run) - 1
     if counts[-1] > NAMES_MOST:
         _check_object(counts)
 

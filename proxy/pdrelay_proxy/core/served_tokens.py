@@ -15,6 +15,9 @@ _EMBED: Final = "/v2/embed"  # Cohere's API: units in its meta in place of a usa
 # These count input_tokens and output_tokens alone, all others prompt_tokens and completion_tokens
 # where they have them: which words /v1/decisions has is up to vLLM 0.33.
 _INPUT: Final = frozenset({Api.RESPONSES.value, Api.MESSAGES.value, "/v1/systemone"})
+_ASKED: Final = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
+_DONE: Final = b"data: [DONE]"
+_ERROR: Final = b'"error"'
 _RESPONSES: Final = Api.RESPONSES.value
 
 
@@ -35,6 +38,18 @@ def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) 
     counted, answered = _counted(record.path, b"".join(record.end))
     prompt = prompt if counted is None else counted
     return prompt + (events if answered is None else answered)
+
+
+def ends_without_usage(record: RequestRecord) -> bool:
+    """Tell whether an answer is a whole stream of an API in which usage has to be asked for, and
+    has none.
+    """
+    if record.path not in _ASKED:
+        return False
+    end = b"".join(record.end)
+    return (
+        end.rstrip().endswith(_DONE) and end.find(_ERROR) < 0 and _usage(record.path, end) is None
+    )
 
 
 def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:

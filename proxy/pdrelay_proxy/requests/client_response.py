@@ -12,6 +12,7 @@ from typing import Final
 from pdrelay_proxy.core.admission.lifetime import Stage
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import LegOrder
+from pdrelay_proxy.core.protocol.asked_usage import without_usage
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.fault_table import failure_of
 from pdrelay_proxy.core.protocol.stream_opening import Opening
@@ -58,6 +59,7 @@ class ClientResponse:
         "cut",
         "events",
         "failure",
+        "hides_usage",
         "is_paused",
         "replay",
         "writer",
@@ -74,6 +76,7 @@ class ClientResponse:
         self.replay: Continuation | None = None
         self.failure: Exception | None = None  # the error that the client got
         self.events = 0  # of its stream, if tokens are counted
+        self.hides_usage = False  # it did not ask for the usage of its stream, and the router did
 
     # ---- a stream from an engine
 
@@ -86,7 +89,7 @@ class ClientResponse:
         self.writer.begin(
             _OK,
             self.stream_lines(),
-            opening.events(),
+            self._shown(opening.events()),
             streams=True,
             last=opening.is_all,
         )
@@ -104,7 +107,7 @@ class ClientResponse:
         writer = self.writer
         keeps_end = self._keeps_end()
         self._keeps = keeps_end
-        is_plain = replay is None and not keeps_end
+        is_plain = replay is None and not keeps_end and not self.hides_usage
         attempt.is_streaming = True
         leg.sink = writer.write if is_plain else self._write_on
         leg.relay = writer.relay if is_plain else None
@@ -114,6 +117,7 @@ class ClientResponse:
             piece = replay.gap() + replay.feed(piece)
         if keeps_end:
             self._keep_end(piece)
+        piece = self._shown(piece)
         if not writer.begun:
             life = self._life
             life.record.ttft_s = life.elapsed_s()
@@ -132,7 +136,8 @@ class ClientResponse:
         if piece:
             if self._keeps:
                 self._keep_end(piece)
-            self.writer.write(piece)
+            if shown := self._shown(piece):
+                self.writer.write(shown)
         if replay is not None and replay.broken:
             self._life.wake()  # last: what goes on from here may end the response
 
@@ -168,7 +173,7 @@ class ClientResponse:
         self._life.record.answered = True
         if self._keeps:
             self._keep_end(rest)
-        self.writer.end(rest if self.replay is None else self.replay.feed(rest))
+        self.writer.end(self._shown(rest if self.replay is None else self.replay.feed(rest)))
 
     # ---- what is no stream, or is made of several
 
@@ -195,13 +200,14 @@ class ClientResponse:
         """Write some of a stream that the router has put together."""
         if self._keeps_end():
             self._keep_end(events)
+        events = self._shown(events)
         life = self._life
         if life.record.ttft_s is None:  # a comment may have begun the stream
             life.record.ttft_s = life.elapsed_s()
-        if self.writer.begun:
-            self.writer.write(events)
-        else:
+        if not self.writer.begun:
             self.writer.begin(_OK, self.stream_lines(), events, streams=True)
+        elif events:  # an empty piece would end the stream
+            self.writer.write(events)
 
     def end_events(self, events: bytes) -> None:
         """Write the end of a stream that the router has put together."""
@@ -210,7 +216,7 @@ class ClientResponse:
         if not self.writer.begun:  # the stream has no token
             self.writer.begin(_OK, self.stream_lines(), b"", streams=True, last=True)
         self._life.record.answered = True
-        self.writer.end(events)
+        self.writer.end(self._shown(events))
 
     # ---- errors
 
@@ -290,6 +296,10 @@ class ClientResponse:
             return ""
         pair_trouble = troubles.get((record.prefill.instance, record.decode.instance))
         return "" if pair_trouble is None else pair_trouble.reason
+
+    def _shown(self, events: bytes) -> bytes:
+        """Return what the client gets of whole lines of its stream."""
+        return without_usage(events) if self.hides_usage else events
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or

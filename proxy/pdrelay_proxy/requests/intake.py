@@ -24,6 +24,7 @@ from pdrelay_proxy.core.model import (
     RoutingHints,
     SingleEngineReason,
 )
+from pdrelay_proxy.core.protocol.asked_usage import asking_for_usage
 from pdrelay_proxy.core.protocol.client_body import (
     CLEANED,
     TEMPLATES,
@@ -104,6 +105,8 @@ class RequestPlan:
     single_reason: SingleEngineReason | None  # why one engine gets all of it; None: not said
     # it names none, and which one it means is told by its prefill engine's answer
     learns_model: bool
+    # its stream is asked for its usage, and the client did not
+    hides_usage: bool
     # of the model that its stream has begun with; None: it has not, or no engine says
     files: str | None
 
@@ -132,6 +135,7 @@ class RequestPlan:
         self.tokens = tokens
         self.single_reason = single_reason
         self.learns_model = False
+        self.hides_usage = False
         self.files = None
 
     def learn_model(self, model: str | None) -> None:
@@ -162,6 +166,9 @@ class Intake:
     # Returns the model that a request means which names none; None: no engine has said what it
     # serves. Raises BadRequest: it must name one. Without it any engine may serve such a request.
     model_of_unnamed: Callable[[], str | None] | None = None
+    # Where tokens count, streams are asked for their usage, once one has shown that engines do not
+    # add it unasked (vLLM's --enable-force-include-usage): such a one is not the router's to hide.
+    asks_for_usage: bool = False
 
     def check(self, head: RequestHead) -> str:
         """Judge a head; return the name of the client's key.
@@ -262,12 +269,17 @@ class Intake:
             if api is not None and model is not None:
                 fields_sent = with_model(api, fields_sent, model)
         if api is not None and (not is_unknown or api in TELLS_MODEL):
+            asked = None
+            if self.asks_for_usage and tokens is not None:
+                asked = asking_for_usage(api, fields_sent)
+                fields_sent = asked or fields_sent
             shared = _shared(api, fields_sent) if len(body) > _LARGE else ()
             call = GenerationRequest(api, fields_sent, engine_headers, rank, shared)
             plan = RequestPlan(
                 path, engine_headers, hints_of_call(call, session, model), priority, call, tokens
             )
             plan.learns_model = is_unknown
+            plan.hides_usage = asked is not None
             return plan
         sent_type = JSON_TYPE
         if path in _FORMS:

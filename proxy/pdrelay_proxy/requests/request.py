@@ -18,7 +18,7 @@ from pdrelay_proxy.core.model import InstanceId, RequestId, RoutingHints, Single
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
-from pdrelay_proxy.core.served_tokens import served_tokens
+from pdrelay_proxy.core.served_tokens import ends_without_usage, served_tokens
 from pdrelay_proxy.errors import OutOfTime, ProxyError
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.body_reader import LARGE
@@ -282,6 +282,7 @@ class Request(PartRequest):
             if plan is None:
                 is_long = len(self._body) > LARGE or self._head.coding is not None
                 plan, size = await self._read_long() if is_long else self._read()
+                self._client.hides_usage = plan.hides_usage
                 call = plan.call
                 claims = self._owner.claims
                 claim = None if claims is None or call is None else claims.claim(call)
@@ -476,6 +477,7 @@ class Request(PartRequest):
         self.response_complete = True
         life.end()
         # The connection keeps us until its next request.
+        is_whole = status == _OK and client.failure is None
         self._plan = self._dispatch = self._answering = self._comments = client.replay = None
         self._head = _NO_HEAD
         life.record.over(status, services.clock() - life.record.began_at)
@@ -485,6 +487,8 @@ class Request(PartRequest):
             self._ticket = None
             if ticket is not None:
                 if services.gate.admission.counts_tokens:
+                    if is_whole and ends_without_usage(life.record):
+                        services.intake.asks_for_usage = True
                     services.gate.leave(
                         ticket, served_tokens(life.record, status, ticket.tokens, client.events)
                     )

@@ -151,7 +151,7 @@ class TimedConnector(PDRelayConnector):
         self._scheduler = PDRelayConnectorScheduler(
             self._engine_config, self._settings, EngineWaker(None), clock, clock
         )
-        self._sides = [self._scheduler]
+        self._half = self._scheduler
         self.gauges, self.seen = {}, Counter()  # what vLLM's metrics have shown of us
 
     def adjusted(self, engine_config):

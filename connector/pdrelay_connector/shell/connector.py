@@ -73,32 +73,31 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         self._engine_config = engine_config
         # absent until the workers have described themselves
         self._fingerprint: Fingerprint | None = None
-        self._sides: list[PDRelayConnectorScheduler | PDRelayConnectorWorker] = []
+        self._half: PDRelayConnectorScheduler | PDRelayConnectorWorker
         if role == KVConnectorRole.SCHEDULER:
             for remark in remarks(
                 vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ
             ):
                 logger.warning("pdrelay: %s", remark)
-            self._scheduler = PDRelayConnectorScheduler(
+            self._half = self._scheduler = PDRelayConnectorScheduler(
                 engine_config, settings, find_engine_waker()
             )
-            self._sides.append(self._scheduler)
             if engine_config.sleeps:
                 before_sleeps(
                     find_executor(), self._scheduler.fall_asleep, self._scheduler.stay_awake
                 )
         else:
-            self._worker = PDRelayConnectorWorker(engine_config, settings, _rank(engine_config))
-            self._sides.append(self._worker)
+            self._half = self._worker = PDRelayConnectorWorker(
+                engine_config, settings, _rank(engine_config)
+            )
 
     def shutdown(self) -> None:
         """End our threads and close our sockets."""
-        for side in self._sides:
-            side.shutdown()
+        self._half.shutdown()
 
     def get_kv_connector_stats(self) -> PDRelayStats | None:
         """Return the numbers of this process since the last call."""
-        return self._sides[0].get_kv_connector_stats()
+        return self._half.get_kv_connector_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDRelayStats:

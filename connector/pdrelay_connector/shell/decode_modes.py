@@ -170,8 +170,8 @@ class PushDecode:
         self._engine_config = engine_config
         self._post = post
         self._offloaded = offloaded
-        self._fenced: dict[RequestId, PushOrder] = {}  # loads that have not begun
-        self._newly_fenced: list[RequestId] = []  # since the last step
+        self._deferred: dict[RequestId, PushOrder] = {}  # loads that have not begun
+        self._newly_deferred: list[RequestId] = []  # since the last step
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
         """Parse the address of the prefill engine, which compares the prompts' digests.
@@ -206,8 +206,8 @@ class PushDecode:
             own, source.remote_request_id, engine, source.address, prompt, tuple(groups)
         )
         if self._offloaded.may_be_copied:
-            self._fenced[own] = order
-            self._newly_fenced.append(own)
+            self._deferred[own] = order
+            self._newly_deferred.append(own)
         else:
             self._post(_expecting(order))
         return [block for lent in groups for block in lent.blocks]
@@ -215,30 +215,30 @@ class PushDecode:
     def register(self, requests: Iterable[RequestId]) -> None:
         """Begin loads, unless they have been aborted."""
         for own in requests:
-            if (order := self._fenced.pop(own, None)) is not None:
+            if (order := self._deferred.pop(own, None)) is not None:
                 self._post(_expecting(order))
 
     @property
-    def is_fenced(self) -> bool:
+    def is_deferring(self) -> bool:
         """Whether a load can begin only after the next step."""
-        return bool(self._fenced)
+        return bool(self._deferred)
 
     def abort(self, own: RequestId) -> LoadResult | None:
         """Stop the prefill engine, or return the end of a load that has not begun.
 
         VLLM keeps the blocks until workers report it.
         """
-        if (order := self._fenced.pop(own, None)) is None:
+        if (order := self._deferred.pop(own, None)) is None:
             self._post(lambda control, _: control.push_receiver.stop(own))
             return None
         self._post(lambda control, _: control.lease_renewer.release(own, order.engine))
         return LoadResult(own, "the request was aborted")
 
-    def take_fenced(self) -> list[RequestId]:
+    def take_deferred(self) -> list[RequestId]:
         """Return the loads that may begin when the workers have begun the next step."""
-        fenced = self._newly_fenced
-        self._newly_fenced = []
-        return fenced
+        deferred = self._newly_deferred
+        self._newly_deferred = []
+        return deferred
 
 
 def _expecting(order: PushOrder) -> ControlCommand:

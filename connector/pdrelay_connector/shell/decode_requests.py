@@ -318,7 +318,7 @@ class DecodeRequests:
             self._pull_decode.take_orders(),
             idle=output.total_num_scheduled_tokens == 0,
             arrived=arrived,
-            fenced=self._push_decode.take_fenced(),
+            deferred=self._push_decode.take_deferred(),
         )
 
     def _loaded_tokens(self, request: Request, source: PullParams | PushParams) -> int:
@@ -402,9 +402,9 @@ class DecodeRequests:
         for own in news.released:
             self._quarantined.end(own)
 
-    def step_begun(self, fenced: Iterable[RequestId]) -> None:
+    def step_begun(self, deferred: Iterable[RequestId]) -> None:
         """The workers have begun the step in which these loads got their blocks."""
-        self._push_decode.register(fenced)
+        self._push_decode.register(deferred)
 
     @property
     def has_pending(self) -> bool:
@@ -439,7 +439,7 @@ class DecodeRequests:
         ]
         if any(isinstance(source, PullParams) for source in loading):
             return False
-        if self._push_decode.is_fenced:
+        if self._push_decode.is_deferring:
             return False
         is_meeting = is_searching or any(
             not remote_prefill.is_handshake_over

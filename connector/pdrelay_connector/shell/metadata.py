@@ -40,7 +40,7 @@ class StepMetadata(KVConnectorMetadata):
     )  # push: computed blocks, and ended transfers
     arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: ended loads
     # push: loads that may begin when the workers have begun this step (offloaded_blocks.py)
-    fenced: list[RequestId] = field(default_factory=list[RequestId])
+    deferred: list[RequestId] = field(default_factory=list[RequestId])
     # pull: the blocks of finished prefills of which checksums are to be taken
     sampled: dict[RequestId, tuple[SampledBlock, ...]] = field(
         default_factory=dict[RequestId, tuple[SampledBlock, ...]]
@@ -52,15 +52,15 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer.
 
     Each rank adds its entries. ``step``: the number of its step, equal on all ranks. ``sums``: the
-    checksums that the step ordered, by rank. ``fenced``: as in :class:`StepMetadata`, equal on all
-    ranks.
+    checksums that the step ordered, by rank. ``deferred``: as in :class:`StepMetadata`, equal on
+    all ranks.
     """
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])
     released: list[RequestId] = field(default_factory=list[RequestId])
     step: int = 0
     sums: dict[RequestId, list[RankSums]] = field(default_factory=dict[RequestId, list[RankSums]])
-    fenced: list[RequestId] = field(default_factory=list[RequestId])
+    deferred: list[RequestId] = field(default_factory=list[RequestId])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Append the entries of another rank."""
@@ -74,5 +74,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
                 name: self.sums.get(name, []) + other.sums.get(name, [])
                 for name in {**self.sums, **other.sums}
             },
-            self.fenced,
+            self.deferred,
         )

@@ -82,9 +82,7 @@ class PrefillRequests:
         self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}
         self._has_named_role = False  # of an engine that lends nothing, in the log
         self._shortage = ShortageTimer(settings.revoke_after or inf)
-        self._push_progress: PushProgress | None = None  # only where KV is pushed
-        if engine_config.is_producer and settings.mode.pushes:
-            self._push_progress = PushProgress(engine_config.groups)
+        self._push_progress = PushProgress(engine_config.groups)
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Truncate a new request if need be, and start its transfer, in push.
@@ -97,7 +95,7 @@ class PrefillRequests:
         truncate(request, left_out)
         # read before anything is computed with it: a change until the end is noticed
         adapter_of(request)
-        if self._push_progress is None or not self._is_pushed(params):
+        if not self._is_pushed(params):
             return
         try:
             name = parse_transfer_id(params, request.request_id)
@@ -135,7 +133,7 @@ class PrefillRequests:
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
         """Return the blocks to push, and the transfers that have ended; empty in pull."""
-        return [] if self._push_progress is None else self._push_progress.take_computed(output)
+        return self._push_progress.take_computed(output)
 
     def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
         """Return the blocks whose checksums the workers must take before their next step (pull)."""
@@ -157,7 +155,7 @@ class PrefillRequests:
             "pdrelay: %s is not handed over: another connector could not load blocks of its prompt",
             request.request_id,
         )
-        if self._push_progress is not None and (name := self._push_progress.name_of(request)):
+        if name := self._push_progress.name_of(request):
             self._abandon_push(request, name)
 
     def take_back(self, own: str) -> None:
@@ -200,17 +198,14 @@ class PrefillRequests:
         blocks = self._held_blocks.remove(request)
         self._transfers.ended(request)
         self._pool().free_blocks(reversed(blocks))
-        if self._push_progress is not None:
-            self._push_progress.forget(request)
+        self._push_progress.forget(request)
         level = logger.debug if reason in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
         level("pdrelay: lease of %s ended: %s (%d blocks)", request, reason.name, len(blocks))
 
     @property
     def has_pending(self) -> bool:
         """Whether the next step must reach the workers, even if the model computes nothing."""
-        return bool(self._sampled) or (
-            self._push_progress is not None and self._push_progress.has_pending()
-        )
+        return bool(self._sampled) or self._push_progress.has_pending()
 
     @property
     def leases(self) -> int:
@@ -255,7 +250,7 @@ class PrefillRequests:
             return None
         is_pushed = self._is_pushed(params)
         name = RequestId(request.request_id)
-        if self._push_progress is not None and is_pushed:
+        if is_pushed:
             transfer = self._push_progress.name_of(request)
             if transfer is None:
                 return None  # begin() has logged the reason
@@ -266,13 +261,12 @@ class PrefillRequests:
         )
         has_kv = has_ended and not has_changed_adapter(request)
         offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
-        if offer is None and self._push_progress is not None and is_pushed:
+        if offer is None and is_pushed:
             self._abandon_push(request, name)
         return offer
 
     def _abandon_push(self, request: Request, name: RequestId) -> None:
-        if self._push_progress is not None:
-            self._push_progress.abandon(request)
+        self._push_progress.abandon(request)
         self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
 
     def _name_role(self, request: Request) -> None:
@@ -319,7 +313,7 @@ class PrefillRequests:
         self._post(
             lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed)
         )
-        if self._push_progress is not None and is_pushed:
+        if is_pushed:
             self._push_progress.finish(request, prompt)
         engine = self._engine_config
         offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed))

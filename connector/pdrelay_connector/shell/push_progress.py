@@ -90,7 +90,7 @@ class PushProgress:
         pieces = self._pending
         self._pending = []
         state = output.kv_connector_block_state
-        if state is None:
+        if state is None or not self._prefills:
             return pieces
         cached = output.scheduled_cached_reqs
         entering = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids

@@ -329,7 +329,7 @@ class PDRelayConnectorScheduler:
         self._decodes.update_quarantine(meta)
         self._cached.ended(meta.step)
         self._prefills.add_sums(meta.sums)
-        self._decodes.step_begun(meta.fenced)
+        self._decodes.step_begun(meta.deferred)
         self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)

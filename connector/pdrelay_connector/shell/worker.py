@@ -82,7 +82,7 @@ class PDRelayConnectorWorker:
         self._copy_runners: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
-        self._quarantined = WorkerMetadata()  # news for the scheduler
+        self._news = WorkerMetadata()  # for the scheduler
         self._has_timelines = are_wanted()
         self._counters = Counters(self._has_timelines)
         self._loading = OverdueLoads()
@@ -238,8 +238,8 @@ class PDRelayConnectorWorker:
     def start_load_kv(self, step: StepMetadata) -> None:
         """Pass this step's orders to the transfer thread."""
         self._idle = step.idle
-        self._quarantined.step = step.number
-        self._quarantined.fenced = step.fenced
+        self._news.step = step.number
+        self._news.deferred = step.deferred
         for order in step.orders:
             if self._runner is None:
                 raise RuntimeError(
@@ -259,9 +259,7 @@ class PDRelayConnectorWorker:
             return
         for name, blocks in sampled.items():
             memory = self._registered
-            self._quarantined.sums[name] = [
-                sums_of(memory.producer.info.worker, blocks, memory.cache)
-            ]
+            self._news.sums[name] = [sums_of(memory.producer.info.worker, blocks, memory.cache)]
 
     def _compared(self, result: LoadResult) -> LoadResult:
         """Compare pushed blocks with the checksums of the rank that wrote them."""
@@ -321,7 +319,7 @@ class PDRelayConnectorWorker:
         for news in self._outbox.take_items():
             match ended := self._loading.take(news):
                 case BlocksReleased(request):
-                    self._quarantined.released.append(request)
+                    self._news.released.append(request)
                 case LoadResult():
                     self._end_load(results, ended)
                 case None:
@@ -335,7 +333,7 @@ class PDRelayConnectorWorker:
     def _end_load(self, results: KVConnectorTransferResults, ended: LoadResult) -> None:
         _report(results, ended)
         if ended.quarantined:
-            self._quarantined.quarantined.append(ended.request)
+            self._news.quarantined.append(ended.request)
 
     def _give_up_if_stuck(self, results: KVConnectorTransferResults) -> None:
         """Fail all loads while a call of NIXL does not return: nothing else would end them."""
@@ -358,10 +356,10 @@ class PDRelayConnectorWorker:
         self._forward(counters.take_report())
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Return the changes of quarantined blocks since the last call."""
-        event = self._quarantined
-        self._quarantined = WorkerMetadata()
-        return event if event != WorkerMetadata() else None
+        """Return the news for the scheduler since the last call; None: there is none."""
+        news = self._news
+        self._news = WorkerMetadata()
+        return news if news != WorkerMetadata() else None
 
     def get_kv_connector_stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call."""

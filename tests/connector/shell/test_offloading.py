@@ -151,7 +151,7 @@ def test_a_push_that_is_aborted_before_it_begins_leaves_nothing():
     for _ in range(9):
         pair.round()
     pair.register("leaves", prompt, 3)
-    while not pair.d.decodes._push_decode.is_fenced:
+    while not pair.d.decodes._push_decode.is_deferring:
         pair.round()
     pair.leave("leaves")
     pair.run(9.0)

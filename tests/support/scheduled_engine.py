@@ -54,6 +54,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.engine_waker import EngineWaker
     from pdrelay_connector.shell.metadata import RankHandshake
     from pdrelay_connector.shell.scheduler import PDRelayConnectorScheduler
+    from pdrelay_connector.shell.transfer_threads import TransferThreads
     from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
 BLOCKS = 24  # with block 0, which nothing uses
@@ -234,7 +235,7 @@ class WorkerProcess:
         self.reader = PullReader(link, movers[1], self.peers, self.counters, info, timeout=TRANSFER)
         self.worker = PDRelayConnectorWorker(engine_config, settings, WorkerRank(info.rank))
         self.runner = InMemoryRunner(ReturningWriter(self.writer, self.reader), link, self.worker._after_turn)
-        self.worker._runner = self.worker._push_writer = self.runner
+        self.worker._threads = TransferThreads(self.runner, self.runner)
 
 
 class ScheduledEngine:

@@ -80,13 +80,13 @@ class StagedProcess:
                 link, engine.make_agent(handshake.rank), counters, handshake.rank, scheduler_endpoint=scheduler,
                 token=handshake.token, timeout=TRANSFER, staging=staging,
             )  # fmt: skip
-            self.runner = self.worker._push_writer = InMemoryRunner(writer, link)
+            self.runner = self.worker._threads.writer = InMemoryRunner(writer, link)
         else:
             staging = HostBuffer(Slots(takes.slots), StreamCopier(engine, takes))
             peers = PeerTable(link, FINGERPRINT, counters, retry_after=settings.retry_after)
             agent = engine.make_agent(handshake.landing)
             reader = PullReader(link, agent, peers, counters, handshake.landing, timeout=TRANSFER, staging=staging)
-            self.runner = self.worker._runner = InMemoryRunner(reader, link, self.worker._after_turn)
+            self.runner = self.worker._threads.reader = InMemoryRunner(reader, link, self.worker._after_turn)
         hello = WorkerHello(self.info.worker, handshake.token, receives_pushes=mode == "push")
         copier = StreamCopier(engine, takes if mode == "push" else lends)
         link = engine.make_link(handshake)

@@ -14,47 +14,37 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
-from pdrelay_connector.core.ids import EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.counters import Counters, StatsReport
+from pdrelay_connector.core.ids import RequestId
 from pdrelay_connector.core.layout.transfer_plan import runs_per_block
-from pdrelay_connector.core.messages import Fingerprint, MemoryKind, WorkerHello
+from pdrelay_connector.core.messages import Fingerprint, MemoryKind
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
 from pdrelay_connector.core.pull.overdue_loads import OverdueLoads
-from pdrelay_connector.core.push.part_writer import PartWriteId
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
 from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from pdrelay_connector.core.returning_writer import ReturningWriter
-from pdrelay_connector.core.session.handshake import ProcessRole, badge_of
-from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
-from pdrelay_connector.core.staging.host_buffer import HostBuffer, OwnerT
-from pdrelay_connector.core.staging.slots import Slots
-from pdrelay_connector.core.staging.worker import StagingWorker
 from pdrelay_connector.core.verify.comparison import compare, count, sums_of
-from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
+from pdrelay_connector.core.verify.sampling import SampledBlock
 from pdrelay_connector.errors import ConnectorError
-from pdrelay_connector.io.link import SocketLink
 from pdrelay_connector.io.nixl import (
     HOST_MEMORY,
     UNPINNED,
-    NixlTransferAgent,
-    RemoteAgents,
     make_agent,
 )
-from pdrelay_connector.io.recovering_agent import RecoveringAgent
-from pdrelay_connector.io.runner import Command, CoreT, Runner
-from pdrelay_connector.settings import Mode
+from pdrelay_connector.io.runner import Command, Runner
 from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
 from pdrelay_connector.shell.devices import Ready, binding, computed
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
-from pdrelay_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
+from pdrelay_connector.shell.host_staging import CopyRows
 from pdrelay_connector.shell.metadata import RankHandshake, StepMetadata, WorkerMetadata
-from pdrelay_connector.shell.network import bind_data_plane, open_link
+from pdrelay_connector.shell.network import bind_data_plane
 from pdrelay_connector.shell.outbox import Outbox
-from pdrelay_connector.shell.registered_memory import RegisteredMemory, RoleMemory
+from pdrelay_connector.shell.registered_memory import RegisteredMemory
 from pdrelay_connector.shell.timeline_notes import WALL_CLOCK, are_wanted, dated
+from pdrelay_connector.shell.transfer_threads import TransferThreads, TransferThreadStarter
 from pdrelay_connector.shell.vllm_stats import PDRelayStats
 
 if TYPE_CHECKING:
@@ -75,16 +65,11 @@ class PDRelayConnectorWorker:
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent before register_kv_caches()
         self._memory: RegisteredMemory | None = None  # likewise
-        # reads; in push with return_kv only
-        self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None
-        # writes; only in push
-        self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None
-        self._copy_runners: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
+        self._threads = TransferThreads()
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
         self._news = WorkerMetadata()  # for the scheduler
-        self._has_timelines = are_wanted()
-        self._counters = Counters(self._has_timelines)
+        self._counters = Counters(are_wanted())
         self._loading = OverdueLoads()
         self._is_stuck = False  # the transfer thread, in a call
         self._idle = False
@@ -120,8 +105,8 @@ class PDRelayConnectorWorker:
             raise
         self.shutdown()
         self._memory.unregister()
-        self._runner = self._push_writer = self._memory = self._handshake = None
-        self._copy_runners = []
+        self._threads = TransferThreads()
+        self._memory = self._handshake = None
         self._sleep.on(SleepEvent.DRAINED)
         logger.info(
             "pdrelay: rank %d of stage %d has let go of its memory",
@@ -139,8 +124,7 @@ class PDRelayConnectorWorker:
     def _give_up(self) -> None:
         """End loads and pushes, and wait until NIXL reports that none is in flight."""
         give_up_at = time.monotonic() + self._settings.transfer_timeout
-        # where both are, they are one
-        runner: Runner[Any] | None = self._runner or self._push_writer
+        runner: Runner[Any] | None = self._threads.reader or self._threads.writer
         if runner is None:
             return
         runner.post(lambda mover, now: mover.give_up("this engine goes to sleep", now=now))
@@ -179,40 +163,16 @@ class PDRelayConnectorWorker:
             memory.gigabytes, memory.kind, " (staging)" if self._engine_config.staging_blocks else "",
             runs_per_block(producer.info),
         )  # fmt: skip
-        self._start_transfers(memory, self._handshake)
-        self._start_stager(memory, self._handshake)
-
-    def _start_transfers(self, memory: RegisteredMemory, handshake: RankHandshake) -> None:
-        """Start the thread that makes all calls of NIXL from here on; it is bound to the device.
-
-        Where an engine writes what it computes, and reads KV of earlier answers, one thread does
-        both.
-        """
-        mode = self._settings.mode
-        writes = mode.pushes and self._engine_config.is_producer
-        reads = (mode.pulls and self._engine_config.is_consumer) or (
-            writes and bool(self._engine_config.prefix_hash)
-        )
-        if not (writes or reads):
-            return
-        link = self._link()
-        remote_agents = RemoteAgents(memory.agent)
-        movers = [
-            NixlTransferAgent(memory.agent, memory.kind, memory.number, remote_agents)
-            for _ in range(2)
-        ]
-        writer = self._writer(link, movers[0], memory.producer, handshake.token) if writes else None
-        reader = (
-            self._reader(link, movers[1], memory.consumer, handshake.fingerprint) if reads else None
-        )
-        if writer is not None and reader is not None:
-            self._runner = self._push_writer = self._transfer_thread(
-                ReturningWriter(writer, reader), link, self._after_turn
-            )
-        elif writer is not None:
-            self._push_writer = self._transfer_thread(writer, link, lambda _: None)
-        elif reader is not None:
-            self._runner = self._transfer_thread(reader, link, self._after_turn)
+        self._threads = TransferThreadStarter(
+            self._engine_config,
+            self._settings,
+            memory,
+            self._handshake,
+            engine=in_generation(self._engine_config.engine, self._sleep.generation),
+            counters=self._counters,
+            forward=self._forward,
+            after_turn=self._after_turn,
+        ).start()
 
     def _make_agent(self, kind: MemoryKind, device: torch.device) -> Any:
         unpinned = UNPINNED if self._engine_config.sleeps else {}
@@ -241,13 +201,13 @@ class PDRelayConnectorWorker:
         self._news.step = step.number
         self._news.deferred = step.deferred
         for order in step.orders:
-            if self._runner is None:
+            if self._threads.reader is None:
                 raise RuntimeError(
                     f"request {order.request} is to be loaded on an engine that is no consumer in "
                     f"pull"
                 )
             self._loading.add(order)
-            self._runner.post(_loading(order))
+            self._threads.reader.post(_loading(order))
         self._push_results += [self._compared(result) for result in step.arrived]
 
     def take_sums(self, sampled: Mapping[RequestId, Sequence[SampledBlock]]) -> None:
@@ -292,11 +252,11 @@ class PDRelayConnectorWorker:
         """Push the blocks of earlier steps, once the device has computed them."""
         if not pieces or self._rank.is_copy:
             return
-        if self._push_writer is None:
+        if self._threads.writer is None:
             raise ConnectorError("KV is to be pushed by an engine that is no producer in push")
         ready = computed(self._memory.device) if self._memory is not None else None
         for piece in pieces:
-            self._push_writer.post(_offering(piece, ready))
+            self._threads.writer.post(_offering(piece, ready))
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Return the ended loads.
@@ -304,8 +264,8 @@ class PDRelayConnectorWorker:
         A step without tokens waits ``idle_wait`` for a load that is under way: without the wait
         vLLM steps in a busy loop, on a core that the transfer needs.
         """
-        if self._loading and self._runner is not None:
-            self._runner.check()
+        if self._loading and self._threads.reader is not None:
+            self._threads.reader.check()
         if (
             self._loading
             and self._idle
@@ -313,8 +273,8 @@ class PDRelayConnectorWorker:
             and not self._outbox
         ):
             self._outbox.wait(self._settings.idle_wait)
-        if self._push_writer is not None:
-            self._push_writer.check()
+        if self._threads.writer is not None:
+            self._threads.writer.check()
         results = KVConnectorTransferResults()
         for news in self._outbox.take_items():
             match ended := self._loading.take(news):
@@ -339,7 +299,7 @@ class PDRelayConnectorWorker:
         """Fail all loads while a call of NIXL does not return: nothing else would end them."""
         timeout = self._settings.transfer_timeout
         was_stuck = self._is_stuck
-        self._is_stuck = self._runner is not None and self._runner.busy_s > timeout
+        self._is_stuck = self._threads.reader is not None and self._threads.reader.busy_s > timeout
         if not self._is_stuck:
             return
         counters = Counters()
@@ -368,108 +328,7 @@ class PDRelayConnectorWorker:
 
     def shutdown(self) -> None:
         """End the threads."""
-        for runner in (self._runner, self._push_writer, *self._copy_runners):
-            if runner is not None:  # one that reads and writes is stopped twice
-                runner.stop()
-
-    def _reader(
-        self,
-        link: SocketLink,
-        mover: NixlTransferAgent,
-        memory: RoleMemory,
-        fingerprint: Fingerprint,
-    ) -> PullReader:
-        settings = self._settings
-        peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
-        staging: HostBuffer[RequestId] | None = None
-        if memory.buffer is not None:
-            staging = self._host_buffer(memory.buffer, link)
-        return PullReader(
-            link,
-            self._recovering(mover, self._counters),
-            peers,
-            self._counters,
-            memory.info,
-            timeout=settings.transfer_timeout,
-            staging=staging,
-            cache=self._registered.cache,
-        )
-
-    def _transfer_thread(
-        self, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None]
-    ) -> Runner[CoreT]:
-        begin = binding(self._registered.device)
-        runner = Runner("pdrelay-transfer", core, link, after_turn, begin=begin)
-        runner.start()
-        return runner
-
-    def _writer(
-        self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes
-    ) -> PushWriter:
-        timeout = self._settings.transfer_timeout
-        staging: HostBuffer[PartWriteId] | None = None
-        if memory.buffer is not None:
-            staging = self._host_buffer(memory.buffer, link)
-        counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
-        return PushWriter(
-            link,
-            self._recovering(mover, counters),
-            counters,
-            memory.info,
-            scheduler_endpoint=self._scheduler,
-            token=token,
-            timeout=timeout,
-            staging=staging,
-            sampling=Sampling(self._settings.verify_share, self._settings.verify_blocks),
-            cache=self._registered.cache,
-        )
-
-    def _recovering(self, mover: NixlTransferAgent, counters: Counters) -> RecoveringAgent:
-        timeout = self._settings.transfer_timeout
-        return RecoveringAgent(mover, self._registered.replacement, counters, timeout=timeout)
-
-    def _start_stager(self, memory: RegisteredMemory, handshake: RankHandshake) -> None:
-        """Start what copies for other engines, if any: P in pull, D in push."""
-        receives_pushes = self._settings.mode is not Mode.PULL
-        role = memory.consumer if receives_pushes else memory.producer
-        if role.buffer is None:  # not this engine's role, or without host memory
-            return
-        link = self._link()
-        stager = StagingWorker(
-            link,
-            self._copier(role.buffer, link),
-            ForwardingCounters(self._forward, keeps_events=self._has_timelines),
-            scheduler_endpoint=self._scheduler,
-            hello=WorkerHello(role.info.worker, handshake.token, receives_pushes),
-        )
-        runner = Runner("pdrelay-stager", stager, link)
-        self._copy_runners.append(runner)
-        runner.start()
-
-    def _host_buffer(self, buffer: StagingBuffer, link: SocketLink) -> HostBuffer[OwnerT]:
-        return HostBuffer(Slots[OwnerT](buffer.slots), self._copier(buffer, link))
-
-    def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
-        copier = self._registered.copier(buffer, link.wake)
-        self._copy_runners.append(copier)
-        copier.start()
-        return copier
-
-    @property
-    def _scheduler(self) -> EngineEndpoint:
-        """This engine's scheduler process."""
-        return EngineEndpoint(self._engine, self._engine_config.address)
-
-    @property
-    def _engine(self) -> EngineId:
-        """This engine in its present generation."""
-        return in_generation(self._engine_config.engine, self._sleep.generation)
-
-    def _link(self) -> SocketLink:
-        badge = badge_of(self._handshake.token) if self._handshake is not None else b""
-        return open_link(
-            self._settings, self._engine, self._counters, role=ProcessRole.WORKER, badge=badge
-        )
+        self._threads.stop()
 
     def _forward(self, report: StatsReport) -> None:
         """Pass a writer's or stager's counts on; called on its thread, before its next message."""

@@ -52,7 +52,7 @@ def worker():
         EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, is_producer=True, is_consumer=True
     )
     worker = PDRelayConnectorWorker(engine_config, Settings(), WorkerRank(0))
-    worker._runner = Thread()  # registering a cache would start the real one, and NIXL
+    worker._threads.reader = Thread()  # registering a cache would start the real one, and NIXL
     return worker
 
 
@@ -92,7 +92,7 @@ def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
 def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
     """It would hang its request for ever, in silence, until another one is to be loaded."""
     load(worker, "a")
-    worker._runner.dead = True
+    worker._threads.reader.dead = True
 
     with pytest.raises(ConnectorError, match="died"):
         worker.get_transfer_results()
@@ -101,7 +101,7 @@ def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
 def test_loads_fail_when_a_call_of_nixl_does_not_return(worker, caplog):
     """Nothing else would end them. What the call may still write into is nobody's until it is over."""
     load(worker, "a", "b")
-    worker._runner.busy_s = Settings().transfer_timeout + 1
+    worker._threads.reader.busy_s = Settings().transfer_timeout + 1
     results = worker.get_transfer_results()
     load(worker, "later")
 
@@ -116,10 +116,10 @@ def test_loads_fail_when_a_call_of_nixl_does_not_return(worker, caplog):
 def test_a_call_that_returns_after_all_frees_the_blocks_and_ends_no_load_twice(worker):
     """Whatever it says of them, vLLM has computed these prompts."""
     load(worker, "read", "failed", "hangs")
-    worker._runner.busy_s = Settings().transfer_timeout + 1
+    worker._threads.reader.busy_s = Settings().transfer_timeout + 1
     worker.get_transfer_results()
     worker.build_connector_worker_meta()
-    worker._runner.busy_s = 0.0
+    worker._threads.reader.busy_s = 0.0
     ends = LoadResult(RequestId("read"), ""), LoadResult(RequestId("failed"), "no route")
     tell(worker, *ends, LoadResult(RequestId("hangs"), "not loaded", quarantined=True))
     results = worker.get_transfer_results()
@@ -132,10 +132,10 @@ def test_a_call_that_returns_after_all_frees_the_blocks_and_ends_no_load_twice(w
 
 
 def test_what_is_loaded_when_the_call_has_returned_is_loaded(worker):
-    worker._runner.busy_s = Settings().transfer_timeout + 1
+    worker._threads.reader.busy_s = Settings().transfer_timeout + 1
     load(worker, "a")
     worker.get_transfer_results()
-    worker._runner.busy_s = 0.0
+    worker._threads.reader.busy_s = 0.0
     load(worker, "b")
     tell(worker, LoadResult(RequestId("b"), ""))
     results = worker.get_transfer_results()
@@ -145,7 +145,7 @@ def test_what_is_loaded_when_the_call_has_returned_is_loaded(worker):
 
 def test_an_engine_that_takes_nothing_over_says_so(worker):
     """A bug of ours, not a request that waits."""
-    worker._runner = None
+    worker._threads.reader = None
 
     with pytest.raises(RuntimeError, match="no consumer in pull"):
         load(worker, "a")
@@ -167,9 +167,9 @@ class Core:
 
 def test_pieces_are_offered_to_the_thread_that_writes(worker):
     """In order; on a CPU they are ready at once."""
-    worker._push_writer, core = Thread(), Core()
+    worker._threads.writer, core = Thread(), Core()
     offer(worker, "a", "b")
-    for command in worker._push_writer.posted:
+    for command in worker._threads.writer.posted:
         command(core, 5.0)
 
     assert core.offered == [("a", 5.0, None), ("b", 5.0, None)]
@@ -192,9 +192,9 @@ class Event:
 def test_pieces_wait_for_their_device_whatever_it_is_called(worker, monkeypatch, device):
     """What its kernels have not written yet would be another prompt's KV, with status 200."""
     monkeypatch.setattr(torch, "get_device_module", {device: SimpleNamespace(Event=Event)}.__getitem__)
-    worker._push_writer, worker._memory, core = Thread(), SimpleNamespace(device=torch.device(device)), Core()
+    worker._threads.writer, worker._memory, core = Thread(), SimpleNamespace(device=torch.device(device)), Core()
     offer(worker, "a")
-    worker._push_writer.posted[0](core, 5.0)
+    worker._threads.writer.posted[0](core, 5.0)
     ((_, _, ready),) = core.offered
 
     assert ready() is False
@@ -208,8 +208,8 @@ def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):
 
 def test_a_writer_that_has_died_stops_the_engine(worker):
     """Its decode engines would wait for ever."""
-    worker._push_writer = Thread()
-    worker._push_writer.dead = True
+    worker._threads.writer = Thread()
+    worker._threads.writer.dead = True
 
     with pytest.raises(ConnectorError, match="died"):
         worker.get_transfer_results()

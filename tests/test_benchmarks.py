@@ -17,6 +17,8 @@ from benchmarks.roles import report as roles
 from benchmarks.router import report as router
 from benchmarks.router import soak, workers
 from benchmarks.shapes import report as shapes
+from benchmarks.shapes.cases import CASES
+from benchmarks.shapes.side import single_blocks
 
 PAGES = {
     "chats": chats,
@@ -69,3 +71,14 @@ def test_questions_are_asked_with_the_bytes_that_engines_have_moved(name):
     answers = httpx.MockTransport(lambda request: httpx.Response(200, text=f'{name}{{engine="0"}} 7.0\n'))
 
     assert bytes_moved(httpx.Client(transport=answers), "http://127.0.0.1:8100") == 7
+
+
+def test_a_prompt_is_moved_block_by_block():
+    case = CASES["block size 16 to 32"]
+    whole = case.token_range(64)
+
+    cut = list(single_blocks(case, 64))
+
+    assert [(each.start, each.stop) for each in cut] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert [list(each.remote) for each in cut] == [[block] for block in whole.remote]
+    assert [each.local[0] for each in cut] == [block for block in whole.local for _ in range(2)]

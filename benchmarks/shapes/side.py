@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
 from pdrelay_connector.core.layout.shape_checks import check_shapes
 from pdrelay_connector.core.layout.source_ranks import needed_ranks
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, pull_route
+from pdrelay_connector.core.layout.transfer_plan import pull_route
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import XferOutcome
 from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
@@ -165,10 +165,10 @@ class Reader:
 
 def single_blocks(case, tokens):
     """Cut a prompt into the smaller blocks of both sides."""
-    _, _, _, remote, local = case.token_range(tokens)
-    for start in range(0, tokens, size := min(case.theirs.block_size, case.ours.block_size)):
-        lists = remote[start // case.theirs.block_size :], local[start // case.ours.block_size :]
-        yield TokenRange(0, start, start + size, *lists)
+    sizes = {"remote_size": case.theirs.block_size, "local_size": case.ours.block_size}
+    size = min(sizes.values())
+    for start in range(0, tokens, size):
+        yield case.token_range(tokens).part(start, start + size, **sizes)
 
 
 def main(reads):

@@ -51,6 +51,7 @@ class _Now:
     """What a played world says to its engines, here of the real one."""
 
     writes_at_once = False
+    compares = False  # with what vLLM's own connector would move: support/cache_kinds.py does
 
     def __init__(self, address, name):
         self.addresses, self.counts, self.cached = {name: address}, Counter(), {}
@@ -59,9 +60,6 @@ class _Now:
     def now(self):
         """S, on a clock that all processes here share."""
         return time.monotonic()
-
-    def loading(self, *_):
-        """What vLLM's own connector would have moved is compared in :mod:`support.cache_kinds`."""
 
 
 class NixlKindsEngine(cache_kinds.KindsEngine):

@@ -9,22 +9,18 @@ first requests are not counted.
 """
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import re
 import socket
-import subprocess
 import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import httpx
 from uvicorn.server import ServerState
 
 import pdrelay_proxy
+from benchmarks.router.valgrind import Switch, counted
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Fabric, build
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
@@ -215,14 +211,6 @@ class Probes(httpx.AsyncBaseTransport):
         return httpx.Response(200)
 
 
-# Valgrind counts from ``count`` on; before it a program runs several times as fast.
-SWITCH = """
-#include <valgrind/callgrind.h>
-void count(void) { CALLGRIND_START_INSTRUMENTATION; }
-void stop(void) { CALLGRIND_STOP_INSTRUMENTATION; }
-"""
-
-
 class VirtualTime(asyncio.SelectorEventLoop):
     """Time passes as it is told: how much work waits until later, and is done together, depends on
     it.
@@ -232,14 +220,6 @@ class VirtualTime(asyncio.SelectorEventLoop):
 
     def time(self):
         return self.now
-
-
-class Switch:
-    """Tells valgrind when to count; without a library it only plays."""
-
-    def __init__(self, library=""):
-        found = ctypes.CDLL(library) if library else None
-        self.on, self.off = (found.count, found.stop) if found else (lambda: None, lambda: None)
 
 
 async def play(case, switch):
@@ -307,45 +287,15 @@ async def play(case, switch):
         os._exit(0)  # an end in good order would wait, and time does not pass any more
 
 
-def measured(case, switch):
-    """Return the instructions of one request."""
-    command = [
-        "valgrind",
-        "--tool=callgrind",
-        "--instr-atstart=no",
-        "--callgrind-out-file=/dev/null",
-    ]
-    command += [
-        sys.executable,
-        "-m",
-        "benchmarks.router.feature_instructions",
-        "--play",
-        case,
-        str(switch),
-    ]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=900
-    )
-    found = re.search(r"Collected : (\d+)", done.stderr)
-    if done.returncode or not found:
-        sys.exit(done.stdout + done.stderr[-3000:])
-    return int(found[1]) / MEASURED
-
-
 def main(argv):
     if argv[:1] == ["--play"]:
         logging.basicConfig(filename="/dev/null", level=logging.INFO)
         with asyncio.Runner(loop_factory=VirtualTime) as runner:
-            runner.run(play(argv[1], Switch(*argv[2:])))
-        return
+            runner.run(play(argv[1], Switch()))
     print(f"{pdrelay_proxy.__path__[0]}: instructions of a request", flush=True)
-    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
-        switch = Path(folder) / "switch.so"
-        compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(switch)]
-        subprocess.run(compiler, input=SWITCH, text=True, check=True)
-        for case in argv or CASES:
-            print(f"{case:24} {measured(case, switch):12,.0f}", flush=True)
+    for case in argv or CASES:
+        total = counted("-m", "benchmarks.router.feature_instructions", "--play", case)
+        print(f"{case:24} {total / MEASURED:12,.0f}", flush=True)
 
 
 if __name__ == "__main__":

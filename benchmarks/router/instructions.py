@@ -13,18 +13,16 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import ctypes
 import gc
 import os
 import re
 import socket
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.router import words
+from benchmarks.router.valgrind import Switch, counted
 
 _WARM, _COUNTED, _BATCH = 200, 200, 50  # requests; of a batch the deferred work is done together
 _PREFILL = ("http://192.0.2.1:1", "http://192.0.2.2:1")  # names would have to be resolved
@@ -46,11 +44,6 @@ _KINDS = {
     "push": {"push": True},
     "chat32k": {"chat": True, "size": 32 << 10},
 }
-_MARKS = r"""
-#include <valgrind/callgrind.h>
-void start(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
-void stop(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
-"""
 
 
 class Wire:
@@ -181,10 +174,9 @@ class Rig:
                 self.router.telemetry.later.settle()
 
 
-async def _count(name, marks, *, calls):
+async def _count(name, switch, *, calls):
     rig = Rig(**_KINDS[name])
-    for context in (rig.router.requests,):
-        await context.__aenter__()
+    await rig.router.requests.__aenter__()
     rig.client = rig.connect()
     every = [rig.bytes_of(number) for number in range(1, _WARM + _COUNTED + 1)]
     await rig.serve_all(every[:_WARM])
@@ -192,9 +184,9 @@ async def _count(name, marks, *, calls):
         return _calls(rig, every[_WARM:])
     # else the start decides whether one more collection falls among the requests: 9,000 for each
     gc.collect()
-    marks.start()
+    switch.on()
     await rig.serve_all(every[_WARM:])
-    marks.stop()
+    switch.off()
     return None
 
 
@@ -221,27 +213,29 @@ def _calls(rig, every):
     return found
 
 
-def _inner(names, *, calls):
+def _play(name, *, calls):
+    """Serve the requests of a scenario; return the calls, if asked."""
     import uvloop
 
     from pdrelay_proxy.io import logs
-    from pdrelay_proxy.requests import request
     from pdrelay_proxy.settings import LogFormat
 
-    logs.configure("info", LogFormat.TEXT)
-    gc.freeze()
-    gc.set_threshold(5_000, 10, 10)
-    marks = None if calls else ctypes.CDLL(os.environ["PDRELAY_BENCH_MARKS"])
-    for name in names:
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        logs.configure("info", LogFormat.TEXT)
+        gc.freeze()
+        gc.set_threshold(5_000, 10, 10)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found = runner.run(_count(name, marks, calls=calls))
-        if calls:
-            total = sum(found.values()) / _COUNTED
-            print(f"{name}: {total:.1f} calls a request ({request.__file__})")
-            for what, times in found.most_common():
-                if times >= _COUNTED // 4:
-                    print(f"  {times / _COUNTED:6.2f} {what}")
-    os._exit(0)  # nothing is closed: nobody is there
+            return runner.run(_count(name, Switch(), calls=calls))
+
+
+def _print_calls(name):
+    from pdrelay_proxy.requests import request
+
+    found = _play(name, calls=True)
+    print(f"{name}: {found.total() / _COUNTED:.1f} calls a request ({request.__file__})")
+    for what, times in found.most_common():
+        if times >= _COUNTED // 4:
+            print(f"  {times / _COUNTED:6.2f} {what}")
 
 
 def _kind(name):
@@ -257,32 +251,24 @@ def main():
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--calls", action="store_true")
     parser.add_argument("--keep", help="keep callgrind's profiles under this name")
-    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inner", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.names = given.names or ["short", "nonstream"]
-    if given.inner or given.calls:
-        _inner(given.names, calls=given.calls)
-    from support.compiled import compiled
-
-    env = os.environ | {"PYTHONHASHSEED": "0"}
+    if given.inner:
+        _play(given.inner, calls=False)
+        os._exit(0)  # nothing is closed: nobody is there
+    env = {}
     if given.compiled:
-        env["PYTHONPATH"] = os.pathsep.join([str(compiled()), env.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "marks.c"), Path(folder, "marks.so")
-        source.write_text(_MARKS)
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-        env["PDRELAY_BENCH_MARKS"] = str(library)
-        out = given.keep or str(Path(folder, "profile"))
-        argv = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        argv += [sys.executable, "-m", "benchmarks.router.instructions", "--inner", *given.names]
-        done = subprocess.run(argv, env=env, stderr=subprocess.PIPE, text=True, check=False)
-        for place, name in enumerate(given.names, 1):
-            try:
-                told = Path(f"{out}.{place}").read_text()
-            except FileNotFoundError:
-                sys.exit(done.stderr[-3000:])
-            total = int(re.search(r"^(?:totals|summary): (\d+)", told, re.MULTILINE)[1])
-            print(f"{name}: {total / _COUNTED:,.0f} instructions a request")
+        from support.compiled import compiled
+
+        env["PYTHONPATH"] = os.pathsep.join([str(compiled()), os.environ.get("PYTHONPATH", "")])
+    for name in given.names or ("short", "nonstream"):
+        if given.calls:
+            _print_calls(name)
+            continue
+        profile = f"{given.keep}.{name}" if given.keep else "/dev/null"
+        module = ("-m", "benchmarks.router.instructions", "--inner", name)
+        total = counted(*module, profile=profile, **env)
+        print(f"{name}: {total / _COUNTED:,.0f} instructions a request", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.known_settings import OPTIONS, SECRETS
 from pdrelay_proxy.requests import (
     attempt,
+    attempt_legs,
     client_response,
     dispatch,
-    engine_choice,
     gate,
+    leg_sending,
     request,
     request_set,
     terms,
@@ -211,10 +212,11 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         *(
             admission,
             attempt,
+            attempt_legs,
             client_response,
             dispatch,
-            engine_choice,
             gate,
+            leg_sending,
             request,
             request_set,
             route,

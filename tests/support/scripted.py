@@ -34,7 +34,6 @@ from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
-from pdrelay_proxy.requests.leg_accounts import LegAccounts
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
 from pdrelay_proxy.requests.request import Request
@@ -521,7 +520,7 @@ def router_of(
         lifetime=lifetime,
         body_reader=BodyReader(),
         telemetry=telemetry,
-        accounts=LegAccounts(fleet, telemetry, GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)), clock),
+        good_legs=GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
         settings=LiveSettings(settings),
         clock=clock,
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),

@@ -30,7 +30,6 @@ from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.claims import CallClaims
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
-from pdrelay_proxy.requests.leg_accounts import LegAccounts
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
 from pdrelay_proxy.requests.request_set import MakeWatcher, RequestSet
@@ -106,12 +105,7 @@ def build_requests(
         lifetime=lifetime,
         body_reader=reader,
         telemetry=telemetry,
-        accounts=LegAccounts(
-            fleet,
-            telemetry,
-            GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
-            clock,
-        ),
+        good_legs=GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
         settings=LiveSettings(settings),
         clock=clock,
         new_id=new_id,

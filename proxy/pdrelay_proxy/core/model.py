@@ -211,6 +211,10 @@ class GenerationRequest:
         self.headers = headers
         self.rank = rank
 
+    def with_fields(self, fields: Fields) -> "GenerationRequest":
+        """Return the request with other fields."""
+        return GenerationRequest(self.api, fields, self.headers, self.rank, self.shared)
+
 
 @dataclass(frozen=True, slots=True)
 class LegRequest:

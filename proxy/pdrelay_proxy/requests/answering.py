@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.requests.engine_choice import EngineChoice
+from pdrelay_proxy.requests.attempt import Attempt
 
 
 class Answering(ABC):
@@ -22,8 +22,8 @@ class Answering(ABC):
 
     @property
     @abstractmethod
-    def choices(self) -> Sequence[EngineChoice]:
-        """List the choices of engines of the tries that are under way."""
+    def attempts(self) -> Sequence[Attempt]:
+        """List the tries that are under way."""
 
     @abstractmethod
     def pause(self) -> None:

@@ -1,353 +1,235 @@
-"""One try of a request: the legs that it has sent, and what follows from their news.
+"""One try of a request: what it goes by, what engines know it by, and the engines that are chosen.
 
 A request that is sent again gets another attempt, with another id for both engines: they match
-their halves by it. requests/leg_sending.py makes and sends them, requests/leg_accounts.py counts
-them, requests/lent_blocks.py has the prefill engine's blocks freed.
+their halves by it. requests/attempt_legs.py has its legs.
 """
 
-import logging
+import math
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.core.model import (
-    GenerationRequest,
-    Instance,
-    InstanceId,
-    RequestId,
-    TransferId,
-)
-from pdrelay_proxy.core.protocol.endpoints import UNCACHED
-from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from pdrelay_proxy.core.protocol.stream_opening import Opening
-from pdrelay_proxy.core.protocol.usage import prompt_tokens
-from pdrelay_proxy.core.routing.retries import LegFailed
-from pdrelay_proxy.core.schemas import Coordinates
-from pdrelay_proxy.errors import (
-    EngineError,
-    EngineTimeout,
-    NoKvParams,
-    Refused,
-    RouterFull,
-    forget_frames,
-)
-from pdrelay_proxy.requests.engine_choice import EngineChoice
+import msgspec
+
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.model import GenerationRequest, Instance, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.handoff import handoff_timeout
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.core.raw_json import Pieces
+from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
+from pdrelay_proxy.core.routing.route import Route, choose_decode, route
+from pdrelay_proxy.errors import NoInstance, ProxyError
 from pdrelay_proxy.requests.intake import RequestPlan
-from pdrelay_proxy.requests.leg_sending import LegSending
-from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
-from pdrelay_proxy.requests.lent_blocks import LentBlocks
+from pdrelay_proxy.requests.legs import PrefillLeg
 from pdrelay_proxy.requests.life import RequestLife
-from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
-logger = logging.getLogger(__name__)
-_OK: Final = 200
+# what the engine has decided
+_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
+_DECODE: Final = Role.DECODE
 
 
-class Attempt(LegOwner):
-    """One try.
+class Terms:
+    """Of one run of tries: what is not overridden is as for any request.
 
-    It is the LegOwner of its legs; the life's coroutine is woken when one of them has news.
+    A class, because a compiled call of a Protocol is slow.
     """
 
-    __slots__ = (
-        "_life",
-        "_plan",
-        "_sending",
-        "_settings",
-        "body",
-        "choice",
-        "coordinates",
-        "decode",
-        "is_streaming",
-        "prefill",
-        "terms",
-    )
+    __slots__ = ("call", "can_open", "can_split", "ids", "is_takeover", "retries")
 
     def __init__(
         self,
-        life: RequestLife,
-        plan: RequestPlan,
-        settings: Settings,
-        terms: Terms,
+        call: GenerationRequest | None,
+        retries: RetryAttempts,
+        *,
+        can_split: bool = False,
+        can_open: bool = False,
     ) -> None:
+        """``call``: what two engines are asked; None: the endpoint generates no text.
+
+        ``can_split``: its fields were looked at, and need no engine of their own; ``can_open``: its
+        stream may begin with what a prefill engine has answered.
+        """
+        self.call = call
+        self.retries = retries
+        self.can_split = can_split
+        self.can_open = can_open
+        self.ids: msgspec.Raw | None = None  # of a chat's prompt, in place of its messages
+        # A stream that engines take over from another one that still has it, until they have begun.
+        self.is_takeover = False
+
+    def choose(self, attempt: "Attempt", /) -> tuple[Instance | None, Instance]:
+        """Choose the prefill engine and the decode engine; None: the latter serves it alone."""
+        raise NotImplementedError
+
+    def body_alone(self, attempt: "Attempt", /) -> Pieces:
+        """Return what a decode engine is asked that serves it alone."""
+        return attempt.plan.body
+
+    def take_retry(
+        self, failed: LegFailed, others: Sequence[Instance], *, may_be_alone: bool
+    ) -> bool:
+        """Tell whether there is another try, with so many engines of that role, and count it."""
+        return self.retries.take(failed, others, may_be_alone=may_be_alone)
+
+    def seconds_for(self, _engine: Instance, /) -> float:
+        """Return how long an engine may take for its part in a takeover."""
+        return math.inf
+
+    def limit(self, engine: Instance, /) -> str:
+        """Say how long that is, for an error."""
+        return f"{self.seconds_for(engine):g} s"
+
+    def handed_over(self, prefill: Instance, /) -> None:
+        """Hear that a prefill engine has the KV cache of the prompt."""
+
+    def leg_failed(self, engine: Instance, /) -> None:
+        """Hear that the leg of an engine has failed."""
+
+    def begun(self) -> None:
+        """Hear that a stream has begun to be shown."""
+
+    def instead(self, error: ProxyError, /) -> "Terms":
+        """Return what a takeover goes on with after its tries; raises ProxyError: with nothing."""
+        raise error
+
+    def rest(self, retries: RetryAttempts, body: Pieces, /) -> "Terms":
+        """Return those for the rest of a stream that broke off; ``body``: what one is asked."""
+        raise NotImplementedError
+
+    def give_up(self, error: Exception, /) -> None:
+        """Hear what the request ends with."""
+
+
+class Attempt:
+    """One try."""
+
+    __slots__ = (
+        "expected",
+        "fleet",
+        "id",
+        "life",
+        "mode",
+        "plan",
+        "prefill",
+        "retries",
+        "settings",
+        "slot",
+        "terms",
+        "transfer",
+    )
+
+    def __init__(
+        self, life: RequestLife, plan: RequestPlan, settings: Settings, terms: Terms
+    ) -> None:
+        """``settings``: those that were in force when the request was admitted."""
         record = life.record
-        request = record.attempt_id if record.retries or record.moves else record.request_id
-        self._life = life
-        self._plan = plan
-        self._settings = settings
+        services = life.services
+        self.life = life
+        self.plan = plan
+        self.settings = settings
         self.terms = terms
-        self.choice = EngineChoice(
-            life.services.fleet, plan, settings, terms.retries, record, request
+        self.retries = terms.retries
+        self.fleet = services.fleet
+        # what engines know this try by, and the KV blocks of it
+        self.id = record.attempt_id if record.retries or record.moves else record.request_id
+        self.transfer = services.new_transfer()
+        # what the engines were chosen by, until the decode leg is sent
+        self.expected: ExpectedTime | None = None
+        self.mode: TransferMode | None = None  # for two engines that can do either
+        self.prefill: Instance | None = None  # the engine that the prompt was sent to
+        # a decode engine whose slot is held until its leg is sent
+        self.slot: Instance | None = None
+
+    def hold_slot(self, decode: Instance) -> None:
+        """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
+        fleet = self.fleet
+        fleet.enter(decode, self.id)
+        self.slot = decode
+        for listener in fleet.listeners:
+            listener.slot_held(decode, self.id)
+
+    def usable(self, role: Role) -> Sequence[Instance]:
+        """List the engines of a role that may get the request, or its rest, now."""
+        try:
+            return self.with_same_files(self.fleet.usable(role))
+        except NoInstance:
+            return ()
+
+    def with_same_files(self, engines: Sequence[Instance]) -> Sequence[Instance]:
+        """Leave out the engines with other files of the model than the stream has begun with."""
+        return self.fleet.with_files(engines, self.plan.hints.model, self.plan.files)
+
+    def route(self, reason: SingleEngineReason | None) -> Route:
+        """Choose the engines; ``reason``: what of the request says that it must be one."""
+        record = self.life.record
+        plan = self.plan
+        chosen = route(
+            self.fleet, plan.hints, plan.path, self.retries, self.settings, reason=reason
         )
-        self._sending = LegSending(life, plan, settings, self.choice, request, terms)
-        self.body = plan.body  # of the decode leg
-        self.prefill: PrefillLeg | None = None
-        self.decode: DecodeLeg | None = None
-        # what the decode engine was told of the prefill engine in advance
-        self.coordinates: Coordinates | None = None
-        self.is_streaming = False  # a stream is being shown
+        record.single_reason = chosen.reason
+        if chosen.cached is not None:
+            record.cached = chosen.cached
+        self.mode = chosen.mode
+        self.expected = chosen.expected
+        return chosen
 
-    @property
-    def id(self) -> RequestId:
-        """Return what engines know this try by."""
-        return self._sending.request
+    def choose_decode(self, among: Sequence[Instance]) -> Instance:
+        """Choose a decode engine."""
+        fleet = self.fleet
+        chosen = choose_decode(fleet, self.plan.hints, self.plan.path, self.retries, among)
+        self.note_expected()
+        return chosen
 
-    @property
-    def transfer(self) -> TransferId:
-        """Return what engines call the KV blocks of this try."""
-        return self._sending.transfer
+    def note_expected(self) -> None:
+        """Keep what is expected of the engines that were just chosen."""
+        expected = self.fleet.pairs.take_expected(self.plan.hints)
+        if expected is not None and self.prefill is None:
+            self.expected = expected
 
-    @property
-    def engines(self) -> Sequence[InstanceId]:
-        """List the engines of the legs that are under way."""
-        legs = (self.prefill, self.decode)
-        return [leg.instance.id for leg in legs if leg is not None and not leg.is_closed]
+    def others(
+        self, failed: Instance, lender: PrefillLeg | None, *, now: float
+    ) -> Sequence[Instance]:
+        """List the engines that may get the decode leg of one that could not be reached.
 
-    # ---- sending
-
-    def send_prefill(
-        self, call: GenerationRequest, prefill: Instance, *, reuses: bool
-    ) -> PrefillLeg:
-        """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        leg, body = self._sending.new_prefill(self, call, prefill, reuses=reuses)
-        self.prefill = leg
-        self.choice.prefill = prefill
-        error = self._sending.send(leg, body)
-        if error is not None:
-            self.leg_failed(leg, error)
-        return leg
-
-    def send_decode(self, decode: Instance) -> DecodeLeg:
-        """Send a decode leg; the slot that is held at its engine becomes its own."""
-        leg = self._sending.new_decode(self, decode, self.prefill)
-        self.decode = leg
-        error = self._sending.send(leg, self.body)
-        if error is not None:  # one that cannot be sent has failed
-            self.leg_failed(leg, error)
-        return leg
-
-    def failed(self) -> LegFailed | None:
-        """Return why nothing will be shown, while nothing is: that a push has failed may be why the
-        other leg will.
+        They must be able to read the blocks. None: it is too late for these, or another pair has
+        better chances.
         """
+        fleet = self.fleet
+        decodes = self.usable(_DECODE)
         prefill = self.prefill
-        decode = self.decode
-        if self.coordinates is not None and prefill is not None and prefill.fault is not None:
-            return prefill.fault
-        return None if decode is None else decode.fault
+        if prefill is None:
+            # The engine that failed was to serve it alone because of its cache: others may need a
+            # prefill engine.
+            return () if self.life.record.single_reason in _BY_CACHE else decodes
+        if lender is not None and lender.handover is not None:
+            limit = handoff_timeout(lender.handover.params)
+            if now >= lender.handed_over_at + limit:
+                return ()
+        fitting = fleet.registry.fitting(prefill, decodes, self.plan.hints.model)
+        fresh = [
+            instance
+            for instance in fitting
+            if instance.id not in self.retries.avoided | {failed.id}
+        ]
+        return fleet.nearest(prefill, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
-    def note_read(self, lent_by: PrefillLeg) -> None:
-        """Note whether a decode engine may have come for a prefill's blocks: the two settle it."""
-        decode = self.decode
-        if decode is None or decode.refused_in_stream:
-            return
-        if decode.complete or decode.may_be_read:
-            lent_by.is_read = True
+    def readers(self, prefill: Instance) -> Sequence[Instance]:
+        """List the decode engines that can read from a prefill engine, those first that have not
+        failed the request.
 
-    def settle(self, lent_by: PrefillLeg) -> None:
-        """Have the blocks of a prefill freed, unless a decode engine may have come for them."""
-        self.note_read(lent_by)
-        if not lent_by.is_read and lent_by.handover is not None:
-            self._lent.release(
-                lent_by.instance, lent_by.handover, self.choice.readers(lent_by.instance)
-            )
-
-    def _abandon(self, leg: EngineLeg) -> None:
-        """Free what a prefill that was dropped, or has failed, may have leased by now.
-
-        A decode leg would settle that itself, and so does the release of an answer that could be
-        read.
+        The one that had the decode leg comes last: it may be why the leg was not sent.
         """
-        if leg.was_sent and self.decode is None:
-            self._lent.abandon(leg.instance)
-
-    @property
-    def _lent(self) -> LentBlocks:
-        """Return what the two engines know the blocks of this try by; few requests need it."""
-        return LentBlocks(self._life.services, self._plan, self.id, self.transfer)
-
-    # ---- what the legs tell (LegOwner)
-
-    def prefill_answered(self, leg: PrefillLeg, body: bytes, /) -> None:
-        """Take the handover out of the prefill engine's answer."""
-        services = self._life.services
-        came = services.clock()
-        call = self._plan.call
-        services.sender.done(leg)
-        if services.reports and leg.load:
-            services.fleet.reported(leg.instance, leg.load)
-        if call is None:
-            return
-        try:
-            handover = self._sending.read_prefill(leg, call, body, sent=self.coordinates)
-        except (EngineError, Refused) as error:
-            self.leg_failed(leg, error)
-            return
-        services.accounts.prompt_computed(
-            leg, self._plan, self._life.record, self.terms.retries, came
+        decode = self.life.record.decode
+        tried = None if decode is None else decode.instance
+        decodes = self.usable(_DECODE)
+        fitting = self.retries.first(
+            self.fleet.registry.fitting(prefill, decodes, self.plan.hints.model)
         )
-        leg.handed_over_at = came
-        leg.handover = handover
-        if self._life.span is not None and self.decode is None:
-            self._life.span.handed_over()
-        self.close(leg)
-        if self.decode is not None:
-            self.decode.cache_usage = self._life.cache_usage
-            services.accounts.compare_prompts(self._life.record, leg, self.decode)
-        self._life.wake()
-        # Last: the decode leg does not wait for it.
-        if leg.learns and (reader := services.fleet.id_reader) is not None:
-            reader.ids_told(self._plan.hints, handover.read)
+        return sorted(fitting, key=lambda instance: instance.id == tried)
 
-    def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
-        """Note that a stream has begun well."""
-        life = self._life
-        life.services.accounts.answered(leg, self._plan, life.record, self.terms.retries)
-        if counted is not None:
-            self.prompt_counted(leg, counted)
-        if not leg.is_last:  # else its end follows at once, and all is written in one go
-            life.wake()
-
-    def decode_answered(self, leg: DecodeLeg, body: bytes, /) -> None:
-        """Judge an answer that is no stream."""
-        life = self._life
-        life.services.sender.done(leg)
-        try:
-            leg.read_answer(body, is_made=self._plan.path not in UNCACHED)
-        except (EngineError, Refused) as error:
-            self.leg_failed(leg, error)
-            return
-        life.services.accounts.answered(leg, self._plan, life.record, self.terms.retries)
-        counted = prompt_tokens(body) if leg.counts else None
-        if counted is not None:
-            self.prompt_counted(leg, counted)
-        life.wake()
-
-    def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
-        """Take in how many tokens of prompt the decode engine has counted."""
-        leg.counts = False
-        leg.counted = counted
-        if self.prefill is not None and self.prefill.counted != counted:
-            self._life.services.accounts.compare_prompts(self._life.record, self.prefill, leg)
-
-    def stream_ended(self, leg: DecodeLeg, /) -> None:
-        """All of a stream is here."""
-        self._life.services.sender.done(leg)
-        if leg.lines is None:
-            self.leg_failed(
-                leg, EngineError(f"{leg.engine} ended its stream before the first event")
-            )
-        else:
-            self._life.wake()
-
-    def leg_failed(self, leg: EngineLeg, error: EngineError | Refused, /) -> None:
-        """Note that a leg has failed, and how."""
-        if leg.is_closed:
-            return
-        failed = LegFailed(leg.instance, error)
-        failed.__cause__ = error
-        forget_frames(error)
-        leg.fault = failed
-        leg.failure = failed.failure
-        if failed.failure is Failure.NO_SUCH_PATH:
-            self._life.services.fleet.lacks_path(self._plan.path, leg.instance)
-        if leg is self.prefill:
-            if VERDICTS[failed.failure].may_move:  # one that has moved has just been learned
-                self._life.services.forget_engine(leg.instance.id)
-            if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
-                self._life.record.prefill_error = str(failed)  # the client is not concerned
-        self.close(leg)
-        # It had a prompt to show for it, and so a lease; or may have finished as its time was over.
-        keeps_kv = leg.status == _OK and not isinstance(error, NoKvParams)
-        if leg is self.prefill and (keeps_kv or failed.failure is Failure.TIMEOUT):
-            self._abandon(leg)
-        self._life.wake()
-
-    def hold(self, leg: EngineLeg, size: int, /) -> None:
-        """Charge bytes of an answer that is kept, until its leg is closed."""
-        try:
-            self._life.services.gate.hold(size)
-        except RouterFull as full:  # no engine has failed: the request ends, and so does the leg
-            self._life.interrupt(full.with_traceback(None))
-        else:
-            leg.held += size
-
-    def crash(self, bug: Exception, /) -> None:
-        """The router has a bug."""
-        if self._life.is_running:
-            self._life.interrupt(bug)
-        else:
-            logger.error("request %s failed behind its end", self.id, exc_info=bug)
-
-    # ---- streaming
-
-    def opened(self, opening: Opening) -> None:
-        """The client has the opening of its stream: the decode engine gets the tokens of that at
-        the end of its prompt.
-        """
-        self._life.record.last_token_at = self._life.services.clock()
-        if self.prefill is not None and self.prefill.counted is not None:
-            self.prefill.counted += opening.tokens
-
-    def pause(self) -> None:
-        """Let the engine of a stream wait."""
-        if self.is_streaming and self.decode is not None:
-            self.decode.hold()
-
-    def resume(self) -> None:
-        """Go on; the engine has its full time again."""
-        if self.is_streaming and self.decode is not None:
-            self.decode.heard = True
-            self.decode.resume()
-
-    # ---- time
-
-    def check_deadlines(self, now: float, *, paused: bool) -> None:
-        """Fail each leg that has taken too long; ``paused``: the stream's engine has to wait."""
-        decode = self.decode
-        if self.is_streaming and decode is not None and (decode.heard or paused):
-            decode.heard = False
-            idle_s = self._settings.stream_idle_timeout_s
-            decode.due = None if self._plan.may_be_quiet else now + idle_s
-        for leg in (self.prefill, decode):
-            if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
-                why = self._sending.why_late(leg, is_streaming=self.is_streaming)
-                # one that waits for a connection has sent nothing
-                self.leg_failed(leg, EngineTimeout(why, reached=leg.source is not None))
-
-    # ---- the end
-
-    def close(self, leg: EngineLeg) -> None:
-        """Count the end of a leg, once; what is left of it is dropped."""
-        if leg.is_closed:
-            return
-        life = self._life
-        complete = leg.complete
-        leg.was_sent = complete or leg.is_sent
-        leg.is_closed = True
-        if leg.held:
-            life.services.gate.free(leg.held)
-            leg.held = 0
-        if leg.failure is not None and VERDICTS[leg.failure].held is Held.IF_SERVED_ELSEWHERE:
-            lines = None if leg is not self.decode or self.decode is None else self.decode.lines
-            is_rest = life.state is RequestState.CONTINUING
-            broken = life.services.accounts.broken(leg, leg.failure, lines, is_rest=is_rest)
-            if broken is not None:
-                life.broken = (*life.broken, broken)
-        life.services.accounts.over(
-            leg, self._plan, life.record, self.prefill, self.decode, self.terms.is_takeover
-        )
-        if leg.span is not None or not complete:
-            leg.let_go()
-
-    def close_all(self) -> None:
-        """Drop what is still under way, the decode leg first."""
-        for leg in (self.decode, self.prefill):
-            if leg is not None and not leg.is_closed:
-                self.close(leg)
-                if leg is self.prefill and not leg.complete:
-                    self._abandon(leg)
-        if self.choice.slot is not None:
-            self.choice.leave_slot()
-        self.prefill = self.decode = None  # they hold us
+    def leave_slot(self) -> None:
+        """Give back the slot that is held, if one is."""
+        slot = self.slot
+        self.slot = None
+        if slot is not None:
+            self.fleet.leave(slot, self.id)

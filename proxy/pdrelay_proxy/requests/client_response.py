@@ -18,7 +18,7 @@ from pdrelay_proxy.core.protocol.fault_table import failure_of
 from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway, forget_frames
-from pdrelay_proxy.requests.attempt import Attempt
+from pdrelay_proxy.requests.attempt_legs import AttemptLegs
 from pdrelay_proxy.requests.error_body import error_answer, last_event
 from pdrelay_proxy.requests.legs import DecodeLeg
 from pdrelay_proxy.requests.life import RequestLife
@@ -35,7 +35,7 @@ _OK: Final = 200
 _BUG: Final = 500
 _EVENT: Final = b"data:"
 _NEXT_EVENT: Final = b"\n" + _EVENT
-_CONCURRENT: Final = LegOrder.CONCURRENT  # looking a member up takes as long as a call
+_CONCURRENT: Final = LegOrder.CONCURRENT
 _SERVING: Final = Stage.SERVING
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ClientResponse:
 
     # ---- a stream from an engine
 
-    def open_stream(self, attempt: Attempt, opening: Opening, *, can_resume: bool) -> None:
+    def open_stream(self, legs: AttemptLegs, opening: Opening, *, can_resume: bool) -> None:
         """Begin a stream before a decode engine has answered; ``can_resume``: another engine may go
         on with the stream.
         """
@@ -93,14 +93,14 @@ class ClientResponse:
             streams=True,
             last=opening.is_all,
         )
-        attempt.opened(opening)
+        legs.opened(opening)
         if opening.is_all:
             life.record.answered = True
             self.writer.end()
         else:
             self.replay = opening.continuation(can_resume=can_resume)
 
-    def begin_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+    def begin_stream(self, legs: AttemptLegs, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
         piece = leg.take_shown()
         replay = self.replay
@@ -108,11 +108,11 @@ class ClientResponse:
         keeps_end = self._keeps_end()
         self._keeps = keeps_end
         is_plain = replay is None and not keeps_end and not self.hides_usage
-        attempt.is_streaming = True
+        legs.is_streaming = True
         leg.sink = writer.write if is_plain else self._write_on
         leg.relay = writer.relay if is_plain else None
         if self.is_paused:
-            attempt.pause()
+            legs.pause()
         if replay is not None:
             piece = replay.gap() + replay.feed(piece)
         if keeps_end:
@@ -152,7 +152,7 @@ class ClientResponse:
         if self.replay is not None and self.replay.broken:
             raise EngineError("the engine sent an error in its stream")
         cut = self.cut
-        if cut is not None and not leg.is_over:
+        if cut is not None and not leg.complete:
             self.cut = None
             raise cut
 
@@ -162,14 +162,14 @@ class ClientResponse:
         self.cut = None
         return left is None
 
-    def end_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+    def end_stream(self, legs: AttemptLegs, leg: DecodeLeg) -> None:
         """Write the end of a stream; raises EngineError: it is not complete."""
         rest, complete = leg.finish()
         if not complete:
             error = EngineError(f"{leg.engine} ended its stream without [DONE]")
             leg.failure = failure_of(error)
             raise error
-        attempt.close(leg)
+        legs.close(leg)
         self._life.record.answered = True
         if self._keeps:
             self._keep_end(rest)
@@ -177,12 +177,12 @@ class ClientResponse:
 
     # ---- what is no stream, or is made of several
 
-    def write_leg(self, attempt: Attempt, leg: DecodeLeg) -> None:
+    def write_leg(self, legs: AttemptLegs, leg: DecodeLeg) -> None:
         """Write the whole answer of a leg; raises EngineError: a stream was to go on with it."""
         body = leg.take_shown()
         if self._keeps_end():
             self._keep_end(body)
-        attempt.close(leg)
+        legs.close(leg)
         if self.writer.begun:
             # it cannot be the rest of one
             raise EngineError(f"{leg.engine} answered with something that is no stream")

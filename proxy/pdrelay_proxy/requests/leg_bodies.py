@@ -16,7 +16,7 @@ from pdrelay_proxy.core.model import (
     RequestId,
     TransferId,
 )
-from pdrelay_proxy.core.protocol import prefill_answer, request_bodies, returned_kv
+from pdrelay_proxy.core.protocol import prefill_answer, push, request_bodies, returned_kv
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.push import TransferPolicy
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
@@ -69,6 +69,16 @@ def prefill_body(
         leg_fields["kv_transfer_params"] = request_bodies.with_ids(
             leg_fields["kv_transfer_params"], ids
         )
+    return encode_in_pieces(leg_fields, PROMPTS[call.api], call.shared)
+
+
+def pushed_body(
+    call: GenerationRequest, request: RequestId, transfer: TransferId, coordinates: Coordinates
+) -> Pieces:
+    """Return the body of a decode leg that does not wait for its prefill leg."""
+    fields = request_bodies.named(call.api, call.fields, request)
+    params = push.decode_params(coordinates, call.api, request, transfer)
+    leg_fields = request_bodies.decode_fields(fields, params)
     return encode_in_pieces(leg_fields, PROMPTS[call.api], call.shared)
 
 

@@ -1,9 +1,8 @@
 """The two legs of a request, as their engines' responses arrive.
 
 A leg gets its response by callbacks of the event loop's reads (io/wire/response_handler.py), and
-tells its attempt (requests/attempt.py) what matters: the prefill engine's answer, the first event
-of a stream, the end, a failure. The pieces of a stream behind its first event go to the client at
-once.
+tells requests/attempt_legs.py what matters: the prefill engine's answer, the first event of a
+stream, the end, a failure. The pieces of a stream behind its first event go to the client at once.
 """
 
 from abc import ABC, abstractmethod
@@ -100,7 +99,6 @@ class EngineLeg(ResponseHandler):
 
     __slots__ = (
         "_pieces",
-        "_size",
         "answered_s",
         "content_type",
         "due",
@@ -124,7 +122,6 @@ class EngineLeg(ResponseHandler):
         self.instance = instance
         # of what is no stream; of a stream the last two, while they count
         self._pieces: list[bytes] = []
-        self._size = 0  # bytes of those
         self.due = due  # when the engine has had all its time; None: never
         self.record = LegRecord(instance.id, None, sent_at)
         self.fault: LegFailed | None = None  # why nothing more will come of it
@@ -196,8 +193,7 @@ class EngineLeg(ResponseHandler):
     def _keep(self, piece: bytes) -> None:
         """Keep a piece of an answer that is no stream."""
         self._pieces.append(piece)
-        self._size += len(piece)
-        if self._size > ANSWER_MOST:
+        if self.held + len(piece) > ANSWER_MOST:
             reason = f"{self.engine} answered with more than {ANSWER_MOST} bytes"
             self.give_up(AnswerRefused(reason))
         else:
@@ -256,42 +252,42 @@ class PrefillLeg(EngineLeg):
         self.owner.prefill_answered(self, body)
 
 
+class ReadTimes:
+    """When the reads of a stream come."""
+
+    __slots__ = ("clock", "gaps", "last")
+
+    def __init__(self, clock: Callable[[], float], gaps: list[float], last: float) -> None:
+        """``gaps``: takes the seconds between two of them; ``last``: the time of the latest."""
+        self.clock = clock
+        self.gaps = gaps
+        self.last = last
+
+
 class DecodeLeg(EngineLeg):
     """The leg whose answer the client gets."""
 
     __slots__ = (
         "_beginning",
-        "_clock",
         "_is_stream",
         "cache_usage",
         "counted",
         "counts",
         "follows",
-        "gaps",
         "heard",
-        "is_alone",
         "is_last",
-        "is_over",
         "lines",
-        "read_at",
+        "reads",
         "relay",
         "shown",
         "sink",
     )
 
     def __init__(
-        self,
-        owner: LegOwner,
-        instance: Instance,
-        sent_at: float,
-        due: float | None,
-        clock: Callable[[], float],
+        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None
     ) -> None:
         EngineLeg.__init__(self, owner, instance, sent_at, due)
-        self._clock = clock
-        # takes the seconds between the reads of a stream, once it has begun
-        self.gaps: list[float] | None = None
-        self.read_at = 0.0  # the latest of them
+        self.reads: ReadTimes | None = None  # of a stream, once it has begun
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
@@ -301,9 +297,7 @@ class DecodeLeg(EngineLeg):
         # the same for a whole chunk, as it came
         self.relay: Callable[[bytes], object] | None = None
         self.is_last = False  # the end of the stream has come with its beginning
-        self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
-        self.is_alone = False  # no prefill engine gets the prompt
         self.heard = False  # something has come since the last look at the time
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
@@ -385,10 +379,11 @@ class DecodeLeg(EngineLeg):
     def _note(self, lines: WholeLines, passing: bytes) -> None:
         """Take in what passes tells, and when it came."""
         self.heard = True
-        if self.gaps is not None:
-            now = self._clock()
-            self.gaps.append(now - self.read_at)
-            self.read_at = now
+        reads = self.reads
+        if reads is not None:
+            now = reads.clock()
+            reads.gaps.append(now - reads.last)
+            reads.last = now
         if lines.erred:
             self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
         if self.counts:
@@ -454,7 +449,6 @@ class DecodeLeg(EngineLeg):
 
     def end(self) -> None:
         """All of it is here."""
-        self.is_over = True
         if self.lines is not None or self._is_stream:
             if self.counts and self._pieces:
                 self._count_prompt()
@@ -491,5 +485,4 @@ class DecodeLeg(EngineLeg):
 
     def answered(self, body: bytes) -> None:
         """It is complete, and no stream."""
-        self.is_over = True
         self.owner.decode_answered(self, body)

@@ -14,7 +14,7 @@ from pdrelay_proxy.core.routing.retries import BrokenAnswer
 from pdrelay_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from pdrelay_proxy.requests.services import RequestSpan, Services
 
-_RECEIVED: Final = RequestState.RECEIVED  # looking a member up takes as long as a call
+_RECEIVED: Final = RequestState.RECEIVED
 
 
 class RequestLife:

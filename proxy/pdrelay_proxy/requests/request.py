@@ -3,9 +3,8 @@ serves it.
 
 The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the
 one timer that looks at the time of all requests (requests/request_set.py). It may await nothing but
-its life. The attempt takes in what the legs say (requests/attempt.py), and the coroutine goes on
-when there is something to decide. The pieces of a stream go from the decode leg to the client
-without it.
+its life. requests/attempt_legs.py takes in what the legs say, and the coroutine goes on when there
+is something to decide. The pieces of a stream go from the decode leg to the client without it.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +20,11 @@ from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.served_tokens import ends_without_usage, served_tokens
 from pdrelay_proxy.errors import OutOfTime, ProxyError
 from pdrelay_proxy.requests.answering import Answering
+from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.body_reader import LARGE
 from pdrelay_proxy.requests.claims import CallClaims, Claim, ClaimedAnswer, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
-from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import RequestHead, RequestPlan, too_long
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
@@ -38,7 +37,6 @@ from pdrelay_proxy.requests.upload import Upload
 from pdrelay_proxy.settings import Settings
 
 _OK: Final = 200
-# Looking a member up takes as long as a call.
 _QUEUED = RequestEvent.QUEUED
 _ADMITTED = RequestEvent.ADMITTED
 _END = RequestEvent.END
@@ -232,9 +230,9 @@ class Request(PartRequest):
     # ---- for what takes streams over, and changes choices of engines
 
     @property
-    def choices(self) -> Sequence[EngineChoice]:
-        """List the choices of engines of the tries that are under way."""
-        return () if self._answering is None else self._answering.choices
+    def attempts(self) -> Sequence[Attempt]:
+        """List the tries that are under way."""
+        return () if self._answering is None else self._answering.attempts
 
     @property
     def streams_from(self) -> InstanceId | None:

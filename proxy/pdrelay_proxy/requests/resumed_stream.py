@@ -22,11 +22,12 @@ from pdrelay_proxy.errors import (
     TurnedAway,
     forget_frames,
 )
+from pdrelay_proxy.requests.attempt import Terms
 from pdrelay_proxy.requests.client_response import ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.terms import AnswerTerms, StreamCut, Takeover, Terms
+from pdrelay_proxy.requests.terms import AnswerTerms, StreamCut, Takeover
 
 
 def may_be_resumed(call: GenerationRequest) -> bool:
@@ -54,7 +55,7 @@ class ResumedStream:
         self._broken: EngineError | None = None  # why the stream broke off
         if settings.resume_streams and not dispatch.looks_back:
             client.replay = Replay(call.api, call.fields)
-            call = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
+            call = call.with_fields(traced(call.fields))
         can_open = life.services.openings.are_wanted(settings)
         self._terms: Terms = AnswerTerms(
             call, RetryAttempts(settings.retries), can_split=True, can_open=can_open

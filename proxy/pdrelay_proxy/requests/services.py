@@ -16,13 +16,13 @@ from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.raw_json import Pieces
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryBudget
+from pdrelay_proxy.io.request_path.good_legs import GoodLegs
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
-from pdrelay_proxy.requests.leg_accounts import LegAccounts
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.legs import LegSpan
 from pdrelay_proxy.requests.release import Releaser
@@ -104,7 +104,7 @@ class Services:
     lifetime: Lifetime
     body_reader: BodyReader
     telemetry: Telemetry
-    accounts: LegAccounts
+    good_legs: GoodLegs
     settings: LiveSettings
     clock: Callable[[], float]  # seconds; only differences count
     new_id: Callable[[], RequestId]

@@ -22,12 +22,11 @@ from pdrelay_proxy.core.model import (
     TransferId,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
-from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, to_raw
 from pdrelay_proxy.core.routing.claimed_call import ClaimedCall
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
-from pdrelay_proxy.core.routing.route import Route, route, split_reason
+from pdrelay_proxy.core.routing.route import Route, route, split_reason, told_ahead
 from pdrelay_proxy.core.routing.routing_hints import (
     TELLS_MODEL,
     hints_of_call,
@@ -132,7 +131,7 @@ class Explainer:
         if model is None:
             return call, call.api in TELLS_MODEL
         fields = with_model(call.api, call.fields, model)
-        return GenerationRequest(call.api, fields, call.headers, call.rank), True
+        return call.with_fields(fields), True
 
     def _is_unnamed(self, call: GenerationRequest) -> bool:
         """Tell whether an engine has to say which model a request means."""
@@ -174,17 +173,13 @@ class Explainer:
 
     def _split(self, call: GenerationRequest, prefill: Instance, chosen: Route) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
-        coordinates = (
-            None if chosen.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
-        )
-        model = None
         learns_model = self._is_unnamed(call) and call.api in TELLS_MODEL
-        if learns_model and coordinates is not None:
-            model = self.model_of(prefill.id)
-            if model is None:
-                coordinates = None  # its answer tells which model the decode engine must serve
-            else:
-                fields = with_model(call.api, fields, model)
+        model = self.model_of(prefill.id) if learns_model else None
+        coordinates = told_ahead(
+            prefill.id, chosen.mode, self.learned, needs_model=learns_model and model is None
+        )
+        if coordinates is not None and model is not None:
+            fields = with_model(call.api, fields, model)
         prefill_fields = request_bodies.prefill_fields(call.api, fields, _TRANSFER)
         decode_fields = fields
         if coordinates is not None:
@@ -197,10 +192,10 @@ class Explainer:
                     decode_fields = fields | {
                         "prompt": to_raw(f"the token ids that {prefill.id} answers with")
                     }
-        if learns_model and model is None:
-            decode_fields = decode_fields | {
-                "model": to_raw(f"the one that {prefill.id} answers with")
-            }
+            if learns_model:
+                decode_fields = decode_fields | {
+                    "model": to_raw(f"the one that {prefill.id} answers with")
+                }
         return Explanation(
             "prefill first, then decode"
             if coordinates is None

@@ -6,21 +6,31 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
-from pdrelay_proxy.core.model import Api, Instance, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.model import (
+    Api,
+    Instance,
+    InstanceId,
+    Role,
+    RoutingHints,
+    SingleEngineReason,
+)
 from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.pairing import Chosen
 from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import NoInstance, NoMatchingInstance
 from pdrelay_proxy.settings import Settings
 
-_N: Final = SingleEngineReason.N  # looking a member up takes as long as a call
+_N: Final = SingleEngineReason.N
 _SHORT: Final = SingleEngineReason.SHORT
 _FASTER: Final = SingleEngineReason.FASTER
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
+_READ: Final = TransferMode.PULL
 
 
 class Route:
@@ -119,6 +129,18 @@ def choose_decode(
         if tries.is_suspect:
             among = fleet.without_trials(among)
     return fleet.choose(among, hints)
+
+
+def told_ahead(
+    prefill: InstanceId, mode: TransferMode | None, learned: PushCoordinates, *, needs_model: bool
+) -> Coordinates | None:
+    """Return what the decode engine is told of the prefill engine, so that both legs go out at
+    once; None: it waits for the prefill engine's answer.
+
+    ``mode``: as in Route; ``needs_model``: that answer tells which model the decode engine must
+    serve.
+    """
+    return None if needs_model or mode is _READ else learned.coordinates(prefill)
 
 
 def _small_reason(

@@ -150,7 +150,7 @@ class ReplayRouter:
         self._requests[number] = hints, record
         prefill = choice.prefill
         decode = choice.decode
-        fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
+        fleet.enter(decode, request)  # before the prefill leg, as requests/dispatch.py
         for listener in fleet.listeners:
             listener.slot_held(decode, request)
         if prefill is not None:

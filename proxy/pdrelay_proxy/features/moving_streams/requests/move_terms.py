@@ -30,11 +30,11 @@ from pdrelay_proxy.errors import (
 from pdrelay_proxy.features.moving_streams.core.stream_engines import as_stream_source
 from pdrelay_proxy.features.moving_streams.requests.stream_move import StreamMove, move_timeout
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.requests.attempt import Attempt, Terms
 from pdrelay_proxy.requests.client_response import ClientGone
-from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.terms import RestTerms, Takeover, Terms
+from pdrelay_proxy.requests.terms import RestTerms, Takeover
 from pdrelay_proxy.settings import Settings
 
 _CHAT: Final = Api.CHAT
@@ -68,7 +68,7 @@ class MoveTakeover(Takeover):
         life.on(RequestEvent.TAKE_OVER)
         is_chat = call.api is _CHAT
         fields = rest.fields if is_chat else rest.fields | prompt_of(call.api, rest.tokens)
-        call = GenerationRequest(call.api, fields, call.headers, call.rank)
+        call = call.with_fields(fields)
         retries = RetryAttempts(settings.retries, {move.source.id})
         terms = MoveTerms(call, retries, move, life, replay, decode_s=move_timeout(settings))
         if is_chat:
@@ -142,23 +142,23 @@ class MoveTerms(_MoveTerms):
 
     __slots__ = ()
 
-    def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
+    def choose(self, attempt: Attempt, /) -> tuple[Instance | None, Instance]:
         """Choose the engine that the stream leaves, or a prefill engine, and a decode engine."""
         move = self._move
         pair = move.pair
         move.pair = None
-        choice.mode = TransferMode.PULL  # the engine is asked to be read from
+        attempt.mode = TransferMode.PULL  # the engine is asked to be read from
         if pair is None:
             pair = pair_for_move(
-                choice.fleet,
-                choice.plan.hints,
+                attempt.fleet,
+                attempt.plan.hints,
                 self.retries,
                 move.lender,
-                files=choice.plan.files,
+                files=attempt.plan.files,
                 prompt_holder=move.prompt_holder,
                 full=move.full_engines(),
             )
-        choice.note_expected()
+        attempt.note_expected()
         return pair
 
     def take_retry(
@@ -227,18 +227,18 @@ class MoveAloneTerms(_MoveTerms):
         self._body = body
         self._goes_back = False  # to the engine that the stream came from
 
-    def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
+    def choose(self, attempt: Attempt, /) -> tuple[Instance | None, Instance]:
         """Choose another engine, or, if all else fails, the one that the stream came from."""
         avoided = self.retries.avoided
-        usable = () if self._goes_back else choice.usable(_DECODE)
+        usable = () if self._goes_back else attempt.usable(_DECODE)
         decodes = [decode for decode in usable if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
-        engines = others or _with_same_weights(choice, self._move.source)
+        engines = others or _with_same_weights(attempt, self._move.source)
         if not engines:
             raise NoInstance("the engine that the stream has left has other weights by now")
-        return None, choice.choose_decode(engines)
+        return None, attempt.choose_decode(engines)
 
-    def body_alone(self, _choice: EngineChoice, /) -> Pieces:
+    def body_alone(self, _attempt: Attempt, /) -> Pieces:
         """Return the request for the rest."""
         return self._body
 
@@ -275,23 +275,23 @@ class RestAfterMove(RestTerms):
         RestTerms.__init__(self, call, retries, body)
         self._move = move
 
-    def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
+    def choose(self, attempt: Attempt, /) -> tuple[Instance | None, Instance]:
         """Choose a decode engine; the one that the stream has left, if no other can go on."""
-        source = self._source(choice)
-        return (None, choice.choose_decode(source)) if source else super().choose(choice)
+        source = self._source(attempt)
+        return (None, attempt.choose_decode(source)) if source else super().choose(attempt)
 
     def rest(self, retries: RetryAttempts, body: Pieces, /) -> Terms:
         """Return those for the rest, should it break off once more."""
         return RestAfterMove(self.call, retries, body, self._move)
 
-    def _source(self, choice: EngineChoice) -> Sequence[Instance]:
+    def _source(self, attempt: Attempt) -> Sequence[Instance]:
         avoided = self.retries.avoided
-        if any(decode.id not in avoided for decode in choice.usable(_DECODE)):
+        if any(decode.id not in avoided for decode in attempt.usable(_DECODE)):
             return ()
-        member = choice.fleet.registry.get(self._move.source.id)
+        member = attempt.fleet.registry.get(self._move.source.id)
         if member is None or member.instance.id in avoided:
             return ()
-        return _with_same_weights(choice, as_stream_source(member))
+        return _with_same_weights(attempt, as_stream_source(member))
 
 
 def pair_for_move(
@@ -330,11 +330,11 @@ def pair_for_move(
     return prefill, decode
 
 
-def _with_same_weights(choice: EngineChoice, source: Instance) -> Sequence[Instance]:
+def _with_same_weights(attempt: Attempt, source: Instance) -> Sequence[Instance]:
     """Return the engine that a stream has left, unless it was replaced: it is drained, and its next
     process may serve other files under the same name.
     """
-    return choice.with_same_files([source])
+    return attempt.with_same_files([source])
 
 
 def _with_room(decodes: Sequence[Instance], full: Set[InstanceId]) -> Sequence[Instance]:

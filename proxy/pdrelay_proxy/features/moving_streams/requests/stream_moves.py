@@ -97,8 +97,8 @@ class StreamMoves(MoveOwner):
         stuck = set[StuckStream]()
         stuck_prompts = set[StuckPrompt]()
         for request in requests if moving else ():
-            for choice in request.choices:  # a prompt may wait for a prefill engine for long
-                change_slot(choice, moving, stuck_prompts)
+            for attempt in request.attempts:  # a prompt may wait for a prefill engine for long
+                change_slot(attempt, moving, stuck_prompts)
         for request in requests if moving else ():
             if self._under_way >= self._most:
                 return

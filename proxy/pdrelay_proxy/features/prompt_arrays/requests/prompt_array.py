@@ -34,9 +34,9 @@ from pdrelay_proxy.features.prompt_arrays.core.prompt_arrays import (
     one_of,
 )
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.claims import ClaimedAnswer, NewPart, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
-from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 
@@ -164,7 +164,7 @@ class PromptArray(ClaimedAnswer):
             plan = self._plan
             call = self._call
             fields = one_of(call.fields, self._prompts[place])
-            own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
+            own = call.with_fields(fields)
             hints = hints_of_call(own, plan.hints.session, plan.hints.model)
             own_plan = RequestPlan(plan.path, plan.headers, hints, plan.priority, call=own)
             self._begun += 1
@@ -218,9 +218,9 @@ class PromptArray(ClaimedAnswer):
         return [engine for part in self._parts.values() for engine in part.engines]
 
     @property
-    def choices(self) -> Sequence[EngineChoice]:
-        """List the choices of engines of the tries that are under way."""
-        return [choice for part in self._parts.values() for choice in part.choices]
+    def attempts(self) -> Sequence[Attempt]:
+        """List the tries that are under way."""
+        return [attempt for part in self._parts.values() for attempt in part.attempts]
 
     def pause(self) -> None:
         """Have the engines wait: the client is slow."""

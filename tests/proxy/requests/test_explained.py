@@ -72,6 +72,23 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     assert explainer.explain(asked(model="m")).prefill.id == "prefill-0"
 
 
+async def test_an_engine_that_can_do_either_is_asked_what_explain_says():
+    """An operator reads there whether the KV cache would be pushed."""
+
+    async def pushing(leg):
+        return prefilled(leg, transfer_mode="push")
+
+    engines = Scripted(pushing, good_decode)
+    pushed = KvTransferMode.PUSH
+    router = router_of(engines, mode=pushed, settings=Settings(kv_transfer_mode=pushed))
+    for member in router.registry.members():
+        router.registry.learn(member.instance.id, EngineCapabilities(mode=EngineMode.AUTO))
+    said = json.loads(explainer_of(router).explain(asked()).prefill_body)["kv_transfer_params"]
+    await router.serve(call())
+
+    assert said["transfer_mode"] == params_of(engines.of(Role.PREFILL)[0])["transfer_mode"] == "push"
+
+
 @pytest.mark.parametrize("least", [0, 4096])
 async def test_an_engine_that_lacks_the_path_is_what_explain_leaves_out(least):
     """As the request does, split or alone."""

@@ -22,6 +22,7 @@ from pdrelay_proxy.core.model import (
     TransferId,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
+from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, to_raw
 from pdrelay_proxy.core.routing.claimed_call import ClaimedCall
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
@@ -180,7 +181,9 @@ class Explainer:
         )
         if coordinates is not None and model is not None:
             fields = with_model(call.api, fields, model)
-        prefill_fields = request_bodies.prefill_fields(call.api, fields, _TRANSFER)
+        prefill_fields = request_bodies.prefill_fields(
+            call.api, fields, _TRANSFER, pushes=chosen.mode is TransferMode.PUSH
+        )
         decode_fields = fields
         if coordinates is not None:
             params = push.decode_params(coordinates, call.api, _REQUEST, _TRANSFER)

@@ -1,7 +1,6 @@
 """What each policy is made of, and the fleet that they choose from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet.pair_history import PairHistory
@@ -11,7 +10,7 @@ from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
-from pdrelay_proxy.core.routing.pairing import PairPolicy, Policy, PolicyPerLeg
+from pdrelay_proxy.core.routing.pairing import Policy, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
@@ -19,7 +18,7 @@ from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S, PromptMemory
-from pdrelay_proxy.core.routing.routing_parts import RoutingParts, merged
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts, Weighing, merged
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
@@ -70,10 +69,7 @@ def fleet_of(
     ``added``: by features; ``later``: as in LiveFleet.
     """
     features = merged(added)
-    fixed_mode = TRANSFER_POLICIES[settings.kv_transfer_mode].fixed
-    build = partial(LiveFleet, id_reader=features.id_reader, fixed_mode=fixed_mode, later=later)
     by_cache = (PolicyName.PREFIX, *features.policies)
-    history = PairHistory() if features.pair_history is None else features.pair_history
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in by_cache:
         names_known = " or ".join(by_cache)
@@ -81,48 +77,67 @@ def fleet_of(
             f"return_kv needs decode_policy {names_known}: others forget what decode engines have "
             f"cached"
         )
-    # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find
-    # its KV there.
-    short_alone = not (settings.reuse_kv and settings.decode_policy in by_cache)
-    select = partial(
-        PairSelector,
-        registry,
-        short_alone=short_alone,
-        preference=features.preference,
-        pair_history=history,
-    )
+    caches: Caches | None = None
+    weighing: Weighing | None = None
+    listeners = features.listeners
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
-        choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return build(
-            registry, select(GroupChoice(choice)), learned, clock, added=features.listeners
-        )
-    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, features.reports)
-    loads = Loads(registry, clock)
-    parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
-    weighing = features.weigh(parts)
-    spares = None if weighing is None else weighing.spares
-    listeners = features.listeners
+        groups = GroupChoice(RoundRobin(Rotation(turn), Rotation(turn)))
+    else:
+        caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, features.reports)
+        loads = Loads(registry, clock)
+        parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
+        weighing = features.weigh(parts)
+        groups = _groups(names, parts, weighing, ShareBounds(registry), features.policies)
     if weighing is not None:  # before the others: what is sent to an engine is no longer new to it
         listeners = [weighing.listener, *listeners]
+    remembers = groups.holder is not None
+    spares = None if weighing is None else weighing.spares
+    pairs = PairSelector(
+        registry,
+        groups,
+        AloneBound(registry, clock, spares) if remembers else None,
+        None if weighing is None else weighing.policy,
+        # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns
+        # find its KV there.
+        short_alone=not (settings.reuse_kv and settings.decode_policy in by_cache),
+        preference=features.preference,
+        pair_history=PairHistory() if features.pair_history is None else features.pair_history,
+    )
+    return LiveFleet(
+        registry,
+        pairs,
+        learned,
+        clock,
+        caches,
+        remembers=remembers,
+        id_reader=features.id_reader,
+        added=listeners,
+        fixed_mode=TRANSFER_POLICIES[settings.kv_transfer_mode].fixed,
+        later=later,
+    )
+
+
+def _groups(
+    names: tuple[str, str],
+    parts: PolicyParts,
+    weighing: Weighing | None,
+    bounds: ShareBounds,
+    by_features: Sequence[str],
+) -> GroupChoice:
+    """Build what chooses by policies that are not both turns; raises ConfigError."""
     if weighing is not None and weighing.policy is not None:
-        policy = weighing.policy
-        bound = AloneBound(registry, clock, spares)
-        shares = ShareBounds(registry)
-        pairs = select(GroupChoice(policy, policy, bounds=shares), bound, weighing=policy)
-        return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
-    prefill, decode = (policy_of(name, parts, features.policies) for name in names)
-    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
-    if weighing is not None and settings.prefill_policy == PolicyName.PREFIX:
-        # what weighs notes what engines are sent, once it has looked at what these have
+        return GroupChoice(weighing.policy, weighing.policy, bounds=bounds)
+    prefill, decode = (policy_of(name, parts, by_features) for name in names)
+    # what weighs notes what engines are sent, once it has looked at what these have
+    other = LeastLoaded(parts.load, parts.turn)
+    prefix = Prefix(parts.load, other, parts.caches, notes=weighing is None)
+    if weighing is not None and names[0] == PolicyName.PREFIX:
         prefill = prefix.copy()
-    if settings.decode_policy != PolicyName.PREFIX:
-        holders = prefill.holders if isinstance(prefill, Prefix) else None
-        choice = PolicyPerLeg(prefill, decode)
-        bounds = ShareBounds(registry) if set(names) & _LOYAL else None
-        pairs = select(GroupChoice(choice, prefill_holders=holders, bounds=bounds))
-        return build(registry, pairs, learned, clock, caches, added=listeners)
-    choice = PolicyPerLeg(prefill, prefix, decode_first=True)
-    bound = AloneBound(registry, clock, spares)
-    pairs = select(GroupChoice(choice, prefix, bounds=ShareBounds(registry)), bound)
-    return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
+    if names[1] == PolicyName.PREFIX:
+        return GroupChoice(PolicyPerLeg(prefill, prefix, decode_first=True), prefix, bounds=bounds)
+    return GroupChoice(
+        PolicyPerLeg(prefill, decode),
+        prefill_holders=prefill.holders if isinstance(prefill, Prefix) else None,
+        bounds=None if _LOYAL.isdisjoint(names) else bounds,
+    )

@@ -1,4 +1,8 @@
-"""Enums of words with a fast hash."""
+"""Enums of words with a fast hash.
+
+To look a member of an enum up takes as long as a call. So what each request and each token goes
+through has members as constants of its module.
+"""
 
 from enum import StrEnum
 

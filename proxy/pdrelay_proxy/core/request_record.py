@@ -58,7 +58,7 @@ class MoveOutcome(FastStrEnum):
 
 
 _NO_NAME: Final = RequestId("")
-_OK: Final = RequestOutcome.OK  # a lookup of an enum's member costs as much as a call
+_OK: Final = RequestOutcome.OK
 
 
 class LegRecord:

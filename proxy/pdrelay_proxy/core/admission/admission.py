@@ -25,7 +25,7 @@ _RETRY_SOON_S: Final = (
     1  # seconds; the limit is the client's own: a place is free when one of its requests ends
 )
 _RETRY_LATER_S: Final = 5  # seconds; how long an overload lasts is unknown
-_ADMITTED: Final = TicketState.ADMITTED  # a lookup of an enum's member costs as much as a call
+_ADMITTED: Final = TicketState.ADMITTED
 _ADMIT: Final = TicketEvent.ADMIT
 _LEAVE: Final = TicketEvent.LEAVE
 _FAIR: Final = QueueOrder.FAIR

@@ -19,7 +19,7 @@ class Stage(FastStrEnum):
     CLOSED = auto()  # refuses new requests; finishes the rest
 
 
-_CLOSED: Final = Stage.CLOSED  # a lookup of an enum's member costs as much as a call
+_CLOSED: Final = Stage.CLOSED
 
 
 class Step(FastStrEnum):

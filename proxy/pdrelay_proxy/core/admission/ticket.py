@@ -19,7 +19,7 @@ class TicketState(FastStrEnum):
     LEFT = auto()  # it is over, or its client has gone
 
 
-_ARRIVING: Final = TicketState.ARRIVING  # a lookup of an enum's member costs as much as a call
+_ARRIVING: Final = TicketState.ARRIVING
 
 
 class TicketEvent(FastStrEnum):

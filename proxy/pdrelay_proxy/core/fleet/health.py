@@ -97,7 +97,7 @@ TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
     HealthState.DRAINED: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINED},
     HealthState.GONE: {},
 }
-_STARTING: Final = HealthState.STARTING  # looking a member up takes as long as a call
+_STARTING: Final = HealthState.STARTING
 _HEALTHY: Final = HealthState.HEALTHY
 _EJECTED: Final = HealthState.EJECTED
 _HALF_OPEN: Final = HealthState.HALF_OPEN

@@ -48,7 +48,7 @@ TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, Coordinat
 }
 
 
-_PULL: Final = CoordinatesState.PULL  # looking a member up takes as long as a call
+_PULL: Final = CoordinatesState.PULL
 _PUSH: Final = CoordinatesState.PUSH
 
 

@@ -12,7 +12,7 @@ from pdrelay_proxy.core.fleet.twins import Twins
 from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.errors import NoInstance
 
-_HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
+_HEALTHY: Final = HealthState.HEALTHY
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ _TEMPLATE: Final = "chat_template"
 _TEMPLATE_KWARGS: Final = "chat_template_kwargs"
 TEMPLATES: Final = frozenset({_TEMPLATE, _TEMPLATE_KWARGS})
 _NO_NAME: Final = (b"null", b'""')
-_RESPONSES: Final = Api.RESPONSES  # a lookup of an enum's member costs as much as a call
+_RESPONSES: Final = Api.RESPONSES
 
 
 def parse(body: bytes) -> Fields:

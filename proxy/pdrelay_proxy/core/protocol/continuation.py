@@ -10,7 +10,7 @@ from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.client_body import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, to_raw
 
-_COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
+_COMPLETIONS: Final = Api.COMPLETIONS
 _DEFAULT_LIMIT: Final = (
     16  # of completions without max_tokens (vllm/entrypoints/openai/completion/protocol.py)
 )

@@ -39,7 +39,7 @@ _LONG: Final = 10  # digits; a shorter number is small
 _VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have thousands
 _BRACKET: Final = 91  # begins a list
 _WHITESPACE: Final = b" \t\n\r"
-_COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
+_COMPLETIONS: Final = Api.COMPLETIONS
 
 
 def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:

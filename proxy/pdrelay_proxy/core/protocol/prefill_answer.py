@@ -51,7 +51,7 @@ _NEEDED: Final = (
 _BRACKET: Final = 91
 _CLOSING: Final = 93
 _SPACE: Final = 32  # no white space byte is above it
-_PULL: Final = TransferMode.PULL  # a lookup of an enum's member costs as much as a call
+_PULL: Final = TransferMode.PULL
 _PUSH: Final = TransferMode.PUSH
 _PUSH_WORD: Final = TransferMode.PUSH.value
 

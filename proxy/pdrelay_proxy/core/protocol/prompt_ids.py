@@ -17,7 +17,6 @@ from pdrelay_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
 
 _Answer = TypeVar("_Answer", TokensAnswer, PromptIdsAnswer)
 LONGEST_PROMPT: Final = 1 << 21  # bytes of JSON; ids of longer ones are not passed on
-# a lookup of an enum's member costs as much as a call
 _CHAT = Api.CHAT
 _COMPLETIONS = Api.COMPLETIONS
 _NAME: Final = b'"prompt_token_ids"'

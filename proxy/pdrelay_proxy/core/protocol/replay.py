@@ -76,7 +76,7 @@ _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
     | {"messages", "max_completion_tokens", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "chat_template_kwargs", "documents"},
 }
-_CHAT: Final = Api.CHAT  # a lookup of an enum's member costs as much as a call
+_CHAT: Final = Api.CHAT
 _ZERO: Final = (b"0", b"0.0")
 # vLLM reads false as 0 there, which is not the same as no value; in a chat, logprobs is a switch
 _NUMBERS: Final = frozenset(

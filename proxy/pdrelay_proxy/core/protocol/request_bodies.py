@@ -24,7 +24,7 @@ from pdrelay_proxy.core.raw_json import (
     to_raw,
 )
 
-_RESPONSES: Final = Api.RESPONSES  # a lookup of an enum's member costs as much as a call
+_RESPONSES: Final = Api.RESPONSES
 _COMPLETIONS: Final = Api.COMPLETIONS
 _GENERATE: Final = Api.GENERATE
 _ONE: Final = msgspec.Raw(b"1")

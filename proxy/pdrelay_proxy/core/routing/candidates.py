@@ -32,7 +32,7 @@ _Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None, str | None
 
 _MOST_NAMED: Final = 4  # pairs in one message
 _MOST_KEYS: Final = 64  # by which engines serve a model: there may be as many of these as models
-_HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
+_HALF_OPEN: Final = HealthState.HALF_OPEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pdrelay_proxy.errors import NoInstance
 
 _OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
 _AUTO: Final = EngineMode.AUTO
-_HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
+_HALF_OPEN: Final = HealthState.HALF_OPEN
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 

@@ -15,7 +15,7 @@ from pdrelay_proxy.io.request_path.caches import Caches
 # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _FAR: Final = 0.5
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
-_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+_DECODE: Final = Role.DECODE
 
 
 class CacheLearning(LegListener):

@@ -34,10 +34,10 @@ from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 
-_CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
+_CHAT: Final = Api.CHAT
 _PREFILL: Final = Role.PREFILL
 _AUTO: Final = EngineMode.AUTO
-_HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
+_HALF_OPEN: Final = HealthState.HALF_OPEN
 
 
 class Loads:

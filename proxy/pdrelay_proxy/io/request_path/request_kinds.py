@@ -8,7 +8,6 @@ from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
 from pdrelay_proxy.core.request_record import PromptRecord, RequestOutcome, RequestRecord
 
-# looking a member up takes as long as a call
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 HearEnded: TypeAlias = Callable[[Sequence[RequestRecord]], None]
 _OK: Final = "ok"
 _ENGINES_AT_ONCE: Final = 20
-# looking a member up takes as long as a call
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _CONNECTION_CLOSED: Final = Failure.CONNECTION_CLOSED

@@ -22,7 +22,7 @@ from pdrelay_proxy.features.expected_ttft.core.token_counts import TokenCounts
 
 _PRIORS_S: Final = 1.0  # seconds between two computations of the priors
 _SURE: Final = 1.0  # measurements of an engine from which on it counts in the priors
-_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+_DECODE: Final = Role.DECODE
 
 
 class EngineCosts(LegListener):

@@ -44,7 +44,7 @@ from pdrelay_proxy.core.raw_json import (
 from pdrelay_proxy.core.schemas import TokensAnswer, TokensChoice
 from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer, RoleEvent
 
-_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
+_COMPLETIONS: Final = Api.COMPLETIONS
 _CHAT: Final = Api.CHAT
 _NAMES: Final = {_COMPLETIONS: "completions", _CHAT: "chat"}  # in an engine's offer
 _CHUNKS: Final = {_COMPLETIONS: to_raw("text_completion"), _CHAT: to_raw("chat.completion.chunk")}

@@ -39,7 +39,7 @@ OF_THE_PAIR: Final = LASTING | {
     PairFailure.ENGINE_ERROR,
     PairFailure.WRONG_KV,
 }
-_WRONG_KV: Final = PairFailure.WRONG_KV  # looking a member up takes as long as a call
+_WRONG_KV: Final = PairFailure.WRONG_KV
 
 
 class PairState(FastStrEnum):

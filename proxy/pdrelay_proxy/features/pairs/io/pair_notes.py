@@ -25,7 +25,7 @@ from pdrelay_proxy.features.pairs.core.peer_loads import PeerNews
 logger = logging.getLogger(__name__)
 OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
 _OK: Final = 200
-_HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
+_HTTP_5XX: Final = Failure.HTTP_5XX
 _WRONG_KV: Final = PairFailure.WRONG_KV
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _DECODE: Final = Role.DECODE

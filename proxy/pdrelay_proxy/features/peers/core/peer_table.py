@@ -62,7 +62,7 @@ TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
     },
     PeerState.FORGOTTEN: {},
 }
-_DEPARTED: Final = PeerState.DEPARTED  # looking a member up takes as long as a call
+_DEPARTED: Final = PeerState.DEPARTED
 _INTRODUCED: Final = PeerState.INTRODUCED
 
 

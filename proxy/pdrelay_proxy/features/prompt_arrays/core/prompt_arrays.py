@@ -17,7 +17,7 @@ from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, m
 from pdrelay_proxy.errors import EngineError
 
 _PROMPT: Final = "prompt"
-_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
+_COMPLETIONS: Final = Api.COMPLETIONS
 _BRACKET: Final = 91
 _QUOTE: Final = 34
 _LOOK: Final = 64  # bytes in which the first item must begin; no client writes more white space

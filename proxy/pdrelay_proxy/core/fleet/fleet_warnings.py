@@ -7,10 +7,11 @@ id, never by address: clients read them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, have_common_model
+from pdrelay_proxy.core.fleet.compatibility import WITHIN, difference, have_common_model
+from pdrelay_proxy.core.fleet.engine_kinds import EngineKinds, PrefillKind
 from pdrelay_proxy.core.fleet.fleet_models import first_of
 from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member import Member
@@ -158,27 +159,31 @@ def pair_differences(members: Sequence[Member]) -> Mapping[tuple[InstanceId, Ins
     """Say why engines of one model cannot share requests, by decode and prefill engine; of engines
     alike, the first.
 
-    A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
+    A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds. That those
+    of two slices are apart is what the operator wants.
     """
-    refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
-    # By the slice that they pair within: that those of two slices are apart is what the operator
-    # wants.
-    prefills: dict[str | None, dict[object, Member]] = {}
-    decodes: dict[str | None, dict[object, Member]] = {}
-    for member in members:
-        facts = member.facts
-        if member.as_role(Role.PREFILL) is not None:
-            own = facts.engine_id if facts.engine_id in refused else None
-            prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
+    kinds = EngineKinds()
+    for place, member in enumerate(members):
         if member.as_role(Role.DECODE) is not None:
-            key = compared(facts), facts.incompatible
-            decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
-    return {
-        (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
-        for within, some in decodes.items()
-        for decode in some.values()
-        for prefill in prefills.get(within, {}).values()
-        if prefill is not decode
-        and not fit(prefill.facts, decode.facts)
-        and have_common_model(prefill.facts, decode.facts)  # those of two models need not fit
-    }
+            facts = member.facts
+            kinds.add_decode(place, replace(facts, resting=None) if facts.resting else facts)
+    for place, member in enumerate(members):
+        if member.as_role(Role.PREFILL) is not None:
+            kinds.add_prefill(place, member.instance.id, member.facts)
+    prefills = dict[object, list[PrefillKind]]()  # by slice
+    for prefill_kind in kinds.prefills:
+        prefills.setdefault(prefill_kind.known[WITHIN], []).append(prefill_kind)
+    found = dict[tuple[InstanceId, InstanceId], str]()
+    for kind, fitting in kinds.fitting():
+        decode = members[kind.places[0]]
+        for other in prefills.get(kind.known[WITHIN], ()):
+            prefill = members[other.places[0]]
+            # those of two models need not fit
+            if (
+                other not in fitting
+                and prefill is not decode
+                and have_common_model(prefill.facts, decode.facts)
+            ):
+                pair = decode.instance.id, prefill.instance.id
+                found[pair] = difference(prefill.facts, decode.facts)
+    return found

@@ -2,11 +2,12 @@
 healthy.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.compatibility import compared, differences, fit, have_common_model
+from pdrelay_proxy.core.fleet.compatibility import differences, fit, have_common_model
+from pdrelay_proxy.core.fleet.engine_kinds import DecodeKind, EngineKinds, PrefillKind
 from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.named_engines import listed
@@ -17,17 +18,9 @@ from pdrelay_proxy.core.model import InstanceId, Role
 _AT_ONCE: Final = 500  # engines
 _REASONS_MOST: Final = 3  # that are said: in a rollout of many revisions there are many
 
-# the prefill engines with which a decode engine cannot meet
-AvoidedBy = Callable[[Member], frozenset[InstanceId]]
 
-
-@dataclass(frozen=True, slots=True)
-class LoneKinds:
-    """Engines by kind: those of a kind fit the same engines."""
-
-    all: Mapping[Role, Sequence[Sequence[Member]]]
-    # none of the other role fits; empty where that has no engine
-    lone: Mapping[Role, Sequence[Sequence[Member]]]
+# Engines by kind: those of a kind fit the same engines.
+ByKind: TypeAlias = Sequence[Sequence[Member]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +41,12 @@ def lone_engines_in_steps(
     for (prefill, decode), trouble in registry.troubles.items():
         if trouble.lasts:
             unmet.setdefault(decode, set()).add(prefill)
-
-    def avoided(decode: Member) -> frozenset[InstanceId]:
-        return (decode.facts.resting or frozenset()) | unmet.get(decode.instance.id, set())
-
-    kinds = yield from lone_kinds_in_steps(registry, avoided)
+    kinds = yield from lone_kinds_in_steps(registry, unmet)
     lone_engines = list[LoneEngines]()
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-        for kind in kinds.lone[role]:
+        partners = [kind[0] for kind in kinds[other][0]]
+        for kind in kinds[role][1]:
             names = [member.instance.id for member in kind]
-            partners = [partner_kind[0] for partner_kind in kinds.all[other]]
             near = [
                 partner_kind
                 for partner_kind in partners
@@ -77,48 +66,53 @@ def lone_engines_in_steps(
     return lone_engines
 
 
-def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[None, None, LoneKinds]:
-    """Sort engines that may serve, in steps of a millisecond or so."""
+def lone_kinds_in_steps(
+    registry: Registry, unmet: Mapping[InstanceId, Set[InstanceId]]
+) -> Generator[None, None, Mapping[Role, tuple[ByKind, ByKind]]]:
+    """Sort engines that may serve, in steps of a millisecond or so; return all of each role, and
+    those that no engine of the other role fits: none where that has no engine.
+
+    ``unmet``: by decode engine, prefill engines that it cannot meet, beside those of its facts.
+    """
     members = registry.members()
-    decodes = dict[object, list[Member]]()
-    for number, member in enumerate(members, start=1):
+    prefills = list[Member]()
+    decodes = list[Member]()
+    kinds = EngineKinds()
+    for number, member in enumerate(members):
+        if number % _AT_ONCE == 0:
+            yield
         if member.as_role(Role.DECODE) is not None and member.life.state in SERVING:
             facts = member.facts
-            decodes.setdefault(
-                (compared(facts), facts.incompatible, avoided(member) or None), []
-            ).append(member)
+            if member.instance.id in unmet:
+                avoided = frozenset([*unmet[member.instance.id], *(facts.resting or ())])
+                facts = replace(facts, resting=avoided)
+            kinds.add_decode(len(decodes), facts)
+            decodes.append(member)
+    for number, member in enumerate(members):
         if number % _AT_ONCE == 0:
             yield
-    refused = frozenset[str]().union(
-        *(kind[0].facts.incompatible or () for kind in decodes.values())
-    )
-    unmet = frozenset[InstanceId]().union(*(avoided(kind[0]) for kind in decodes.values()))
-    prefills = dict[object, list[Member]]()
-    for number, member in enumerate(members, start=1):
         if member.as_role(Role.PREFILL) is not None and member.life.state in SERVING:
-            facts = member.facts
-            own = facts.engine_id if facts.engine_id in refused else None
-            name = member.instance.id if member.instance.id in unmet else None
-            prefills.setdefault((compared(facts), own, name), []).append(member)
-        if number % _AT_ONCE == 0:
-            yield
-    kinds = {Role.PREFILL: [*prefills.values()], Role.DECODE: [*decodes.values()]}
-    if not prefills or not decodes:
-        return LoneKinds(kinds, dict.fromkeys(Role, ()))
-    alone = list[list[Member]]()
-    paired = set[object]()
-    for decode in decodes.values():
-        cannot_meet = avoided(decode[0])
-        fitting = [
-            key
-            for key, prefill in prefills.items()
-            if prefill[0].instance.id not in cannot_meet and fit(prefill[0].facts, decode[0].facts)
-        ]
-        paired.update(fitting)
-        alone += [] if fitting else [decode]
-        yield
-    lone = [kind for key, kind in prefills.items() if key not in paired]
-    return LoneKinds(kinds, {Role.PREFILL: lone, Role.DECODE: alone})
+            kinds.add_prefill(len(prefills), member.instance.id, member.facts)
+            prefills.append(member)
+    fitting = kinds.fitting()
+    paired = {kind for _, some in fitting for kind in some}
+    alone = [kind for kind, some in fitting if prefills and not some]
+    return {
+        Role.PREFILL: (
+            _by_kind(prefills, kinds.prefills),
+            _by_kind(prefills, [kind for kind in kinds.prefills if decodes and kind not in paired]),
+        ),
+        Role.DECODE: (
+            _by_kind(decodes, [kind for kind, _ in fitting]),
+            _by_kind(decodes, alone),
+        ),
+    }
+
+
+def _by_kind(
+    members: Sequence[Member], kinds: Sequence[PrefillKind] | Sequence[DecodeKind]
+) -> ByKind:
+    return [[members[place] for place in kind.places] for kind in kinds]
 
 
 def _why_apart(

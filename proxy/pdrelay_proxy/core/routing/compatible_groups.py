@@ -1,9 +1,7 @@
 """Which engines can share requests: they form groups by the facts that are known of them, most
 often one per revision.
 
-Two engines with equal facts fit the same engines of the other role. So kinds of engines are
-compared and not engines: the work grows with the number of engines (4 ms for 2,000 of them, in
-plain Python) plus the comparisons of a few kinds, two of each role during a rollout.
+They are sorted by kind (core/fleet/engine_kinds.py), and a group is of kinds.
 """
 
 from collections import Counter
@@ -15,15 +13,9 @@ from itertools import chain
 from math import fsum
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.compatibility import (
-    NO_SLICE,
-    WITHIN,
-    Compared,
-    EngineCapabilities,
-    agree,
-    compared,
-)
-from pdrelay_proxy.core.model import Instance, InstanceId
+from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_kinds import DecodeKind, EngineKinds, PrefillKind
+from pdrelay_proxy.core.model import Instance
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
 # of engines that all fit each other; those beyond share one, in which each pair is looked at
@@ -32,7 +24,6 @@ _MOST_GROUPS: Final = 64
 _FEW_LISTED: Final = 2
 NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
 _UNKNOWN: Final = "unknown facts"
-_NO_NAMES: Final = frozenset[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +68,11 @@ class Grouping:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefills:
-    """Prefill engines that fit the same decode engines, by their places among all of their role."""
-
-    known: Compared
-    engine_id: str | None  # only where a decode engine refuses it
-    name: InstanceId | None  # only where a decode engine rests with it
-    places: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """Decode engines that fit the same prefill engines, by their places among all of their role."""
-
-    known: Compared
-    refused: frozenset[str]  # engine ids
-    resting: frozenset[str]  # prefill engines
-    places: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """A group to be: kinds of decode engines that fit the same kinds of prefill engines."""
 
-    fitting: Sequence[_Prefills]
-    kinds: list[_Decodes]
+    fitting: Sequence[PrefillKind]
+    kinds: list[DecodeKind]
 
 
 def group_engines(
@@ -123,11 +94,14 @@ def group_known(
     decode_facts: Sequence[EngineCapabilities],
 ) -> Grouping:
     """Sort engines into groups whose facts are given, in their order."""
-    decodes = _decode_kinds(decode_facts)
-    prefills = _prefill_kinds(prefill, prefill_facts, decodes)
-    parts, comparisons = _parts(prefills, decodes)
-    paired = {id(kind) for part in parts for kind in part.fitting}
-    unpaired = _listed(prefill, [kind for kind in prefills if id(kind) not in paired])
+    kinds = EngineKinds()
+    for place, known in enumerate(decode_facts):
+        kinds.add_decode(place, known)
+    for place, (instance, known) in enumerate(zip(prefill, prefill_facts, strict=True)):
+        kinds.add_prefill(place, instance.id, known)
+    parts = _parts(kinds)
+    paired = {kind for part in parts for kind in part.fitting}
+    unpaired = _listed(prefill, [kind for kind in kinds.prefills if kind not in paired])
     groups = [
         CompatibleGroup(
             min([_words(kind.known) for kind in part.kinds]) if part.fitting else NO_PREFILL,
@@ -144,96 +118,19 @@ def group_known(
         all_paired = all_paired and sizes == [
             (len(group.prefill), len(group.decode)) for group in groups
         ]
-    return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons, all_paired)
+    return Grouping(_named_apart(_bounded(groups)), unpaired, kinds.comparisons, all_paired)
 
 
-def _decode_kinds(facts: Sequence[EngineCapabilities]) -> Sequence[_Decodes]:
-    """Sort decode engines by kind, in the order of the first of each."""
-    by_key = dict[tuple[Compared, frozenset[str], frozenset[str]], _Decodes]()
-    for place, known in enumerate(facts):
-        key = compared(known), known.incompatible or _NO_NAMES, known.resting or _NO_NAMES
-        kind = by_key.get(key)
-        if kind is None:
-            kind = by_key[key] = _Decodes(*key, [])
-        kind.places.append(place)
-    return [*by_key.values()]
-
-
-def _prefill_kinds(
-    engines: Sequence[Instance], facts: Sequence[EngineCapabilities], decodes: Sequence[_Decodes]
-) -> Sequence[_Prefills]:
-    """Sort prefill engines by kind; one that a decode engine avoids is its own kind."""
-    refused = {name for kind in decodes for name in kind.refused}
-    resting = {name for kind in decodes for name in kind.resting}
-    by_key = dict[tuple[Compared, str | None, InstanceId | None], _Prefills]()
-    for place, (instance, known) in enumerate(zip(engines, facts, strict=True)):
-        engine_id = known.engine_id if known.engine_id in refused else None
-        key = compared(known), engine_id, instance.id if instance.id in resting else None
-        kind = by_key.get(key)
-        if kind is None:
-            kind = by_key[key] = _Prefills(*key, [])
-        kind.places.append(place)
-    return [*by_key.values()]
-
-
-def _parts(
-    prefills: Sequence[_Prefills], decodes: Sequence[_Decodes]
-) -> tuple[Sequence[_Part], int]:
-    """Put the kinds of decode engines together that fit the same kinds of prefill engines; count
-    the comparisons.
-
-    Facts are compared once for all kinds that have them, and those of other slices are not even
-    looked at: hundreds of slices are tens of thousands of pairs of kinds, of which nearly none fit.
-    """
-    anywhere, by_slice = _by_slice(prefills)
-    agreeing = dict[Compared, Sequence[_Prefills]]()  # by the facts of decode engines
-    by_places = dict[tuple[int, ...], _Part]()
-    comparisons = 0
-    for kind in decodes:
-        some = agreeing.get(kind.known)
-        if some is None:
-            within = kind.known[WITHIN]
-            near = prefills if within is None else by_slice.get(within, anywhere)
-            some, count = _agreeing(near, kind.known)
-            agreeing[kind.known] = some
-            comparisons += count
-        fitting = [
-            prefill_kind
-            for prefill_kind in some
-            if prefill_kind.engine_id not in kind.refused and prefill_kind.name not in kind.resting
-        ]
-        by_places.setdefault(
-            tuple([prefill_kind.places[0] for prefill_kind in fitting]), _Part(fitting, [])
-        ).kinds.append(kind)
-    return [*by_places.values()], comparisons
-
-
-def _agreeing(prefills: Sequence[_Prefills], known: Compared) -> tuple[Sequence[_Prefills], int]:
-    """List the prefill kinds whose facts agree with some; say how many were compared."""
-    agree_with = dict[Compared, bool]()
-    for kind in prefills:
-        if kind.known not in agree_with:
-            agree_with[kind.known] = agree(kind.known, known)
-    return [kind for kind in prefills if agree_with[kind.known]], len(agree_with)
-
-
-def _by_slice(
-    prefills: Sequence[_Prefills],
-) -> tuple[Sequence[_Prefills], dict[object, list[_Prefills]]]:
-    """List the kinds of prefill engines that fit in any slice, and those that the decode engines of
-    each may fit.
-    """
-    anywhere = [kind for kind in prefills if kind.known[WITHIN] is None]
-    by_slice = dict[object, list[_Prefills]]()
-    for kind in prefills:
-        within = kind.known[WITHIN]
-        if within is not None:
-            by_slice.setdefault(within, [*anywhere]).append(kind)
-    return anywhere, by_slice
+def _parts(kinds: EngineKinds) -> Sequence[_Part]:
+    """Put the kinds of decode engines together that fit the same kinds of prefill engines."""
+    by_fitting = dict[tuple[PrefillKind, ...], _Part]()
+    for kind, fitting in kinds.fitting():
+        by_fitting.setdefault(tuple(fitting), _Part(fitting, [])).kinds.append(kind)
+    return [*by_fitting.values()]
 
 
 def _listed(
-    engines: Sequence[Instance], kinds: Sequence[_Prefills] | Sequence[_Decodes]
+    engines: Sequence[Instance], kinds: Sequence[PrefillKind] | Sequence[DecodeKind]
 ) -> Sequence[Instance]:
     """List the engines of some kinds, in their order."""
     if len(kinds) == 1 and len(kinds[0].places) == len(engines):

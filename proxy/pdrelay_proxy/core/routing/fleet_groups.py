@@ -42,10 +42,8 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
 
     A step takes a millisecond or so: sorting thousands of engines takes longer.
     """
-    kinds = yield from lone_kinds_in_steps(
-        registry, lambda decode: decode.facts.resting or frozenset()
-    )
-    return {role: sum(map(len, some)) for role, some in kinds.lone.items()}
+    kinds = yield from lone_kinds_in_steps(registry, {})
+    return {role: sum(map(len, lone)) for role, (_, lone) in kinds.items()}
 
 
 def fleet_groups_in_steps(

@@ -17,6 +17,9 @@ _PATIENCE_S: Final = 1.0  # wait for a name whose addresses are known
 _LAST_GOOD_S: Final = 60.0
 _KEPT_S: Final = 120.0  # that a name counts as late: health checks look it up more often
 _MOST: Final = 65_536  # names that are remembered
+# Lookups at once of names that may hang: each takes a thread of the process, which has five at
+# least.
+_DOUBTFUL_MOST: Final = 4
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +47,7 @@ class EngineNames:
         self._patience_s = patience_s
         self._known: dict[_Name, _LastGood] = {}
         self._lookups: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # under way
+        self._doubtful = asyncio.Semaphore(_DOUBTFUL_MOST)
         # whose last lookup failed or is late, and when, the oldest first
         self._late: dict[_Name, float] = {}
         # likewise: late names whose last good answer is too old
@@ -68,7 +72,10 @@ class EngineNames:
 
     def _start_lookup(self, name: _Name) -> "asyncio.Task[Sequence[str]]":
         async def lookup() -> Sequence[str]:
-            return await self._resolve(*name)
+            if name in self._known and name not in self._late:
+                return await self._resolve(*name)
+            async with self._doubtful:
+                return await self._resolve(*name)
 
         task = self._lookups[name] = asyncio.get_running_loop().create_task(lookup())
         task.add_done_callback(lambda task: self._answered(name, task))

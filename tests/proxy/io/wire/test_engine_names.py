@@ -72,6 +72,24 @@ async def test_a_name_that_never_resolved_fails(caplog):
     assert caplog.messages == []
 
 
+async def test_names_whose_dns_hangs_leave_room_for_those_that_resolve():
+    """Who may add engines may name thousands; the system's resolver has a thread for each lookup, five at least."""
+    dns = Dns()
+    names = EngineNames(dns, patience_s=0.01)
+    await names.resolve("d0", 80)
+    dns.answer = None
+    hanging = [asyncio.ensure_future(names.resolve(f"h{number}", 80)) for number in range(9)]
+    await asyncio.sleep(0.01)
+    under_way = len(dns.asked) - 1
+    dns.answer = ["10.0.0.8"]
+    good = await names.resolve("d0", 80)
+    dns.silence.set()
+    await asyncio.gather(*hanging)
+
+    assert under_way == 4
+    assert good == ["10.0.0.8"]
+
+
 async def test_connections_that_are_opened_at_once_ask_once():
     """A DNS that hangs has one question for each name, however many requests there are."""
     dns = Dns()

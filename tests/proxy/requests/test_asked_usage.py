@@ -25,7 +25,8 @@ class Engine:
     async def __call__(self, leg):
         options = json.loads(leg.body).get("stream_options") or {}
         self.options.append(options)
-        parts = [*EVENTS, *[USAGE] * (self.forces or options.get("include_usage", False)), DONE]
+        adds = self.forces or options.get("include_usage") in (True, "yes")
+        parts = [*EVENTS, *[USAGE] * adds, DONE]
         return 200, [b"".join(parts)] if self.at_once else parts
 
 
@@ -57,9 +58,34 @@ async def test_a_stream_costs_its_tokens_and_shows_no_usage_that_nobody_asked_fo
     assert engine.options[-1] == (options or {}) | {"include_usage": True, "continuous_usage_stats": False}
 
 
-async def test_a_client_that_asks_for_the_usage_has_it():
+@pytest.mark.parametrize("no", [0, "false"])
+@pytest.mark.parametrize("yes", [1, "True"])
+async def test_what_vllm_takes_for_yes_and_no_makes_no_stream_cheaper(yes, no):
+    """Pydantic reads numbers and words as well."""
+    engine = Engine()
+    router = router_of(Scripted(pulled_prefill, engine), limits=COUNTS)
+    await router.serve(call(stream=True), "r0")
+    client = await router.serve(call(stream=yes, stream_options={"include_usage": no}), "r1")
+
+    assert client.body == b"".join([*EVENTS, DONE])
+    assert engine.options[-1]["include_usage"] is True
+
+
+@pytest.mark.parametrize("stream", [False, 0, "no", None])
+async def test_what_is_no_stream_is_not_asked_for_the_usage_of_one(stream):
+    """vLLM would refuse it."""
+    engine = Engine()
+    router = router_of(Scripted(pulled_prefill, engine), limits=COUNTS)
+    await router.serve(call(stream=True), "r0")
+    await router.serve(call(stream=stream), "r1")
+
+    assert engine.options[-1] == {}
+
+
+@pytest.mark.parametrize("yes", [True, 1, "yes"])
+async def test_a_client_that_asks_for_the_usage_has_it(yes):
     """As it asked."""
-    options = {"include_usage": True}
+    options = {"include_usage": yes}
     engine = Engine()
     body, cost = await served(engine, stream_options=options)
 

@@ -13,6 +13,7 @@ from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, maybe, to_raw
 
 _APIS: Final = frozenset({Api.COMPLETIONS, Api.CHAT})  # the others always have it
 _OPTIONS: Final = "stream_options"
+_YES: Final = frozenset({"1", "on", "t", "true", "y", "yes"})  # for pydantic, in any case
 _ASKED: Final[Fields] = {"include_usage": TRUE, "continuous_usage_stats": FALSE}
 _DATA: Final = b"data:"
 # of the event that has nothing but the usage: as vLLM writes JSON, and as Python does
@@ -28,15 +29,23 @@ def asking_for_usage(api: Api, fields: Fields) -> Fields | None:
     """Return the fields of a request for a stream with its usage; None: its client has asked, or it
     is no stream without.
     """
-    if api not in _APIS or fields.get("stream") != TRUE:
+    if api not in _APIS or not _is_on(fields.get("stream", NULL)):
         return None
     options = maybe(fields.get(_OPTIONS, NULL), Fields)
     if options is None and fields.get(_OPTIONS, NULL) != NULL:
         return None  # the engine refuses it
     options = options or {}
-    if options.get("include_usage", NULL) not in (NULL, FALSE):
+    if _is_on(options.get("include_usage", NULL)):
         return None
     return fields | {_OPTIONS: to_raw(options | _ASKED)}
+
+
+def _is_on(value: msgspec.Raw) -> bool:
+    """Tell whether vLLM takes a value for true."""
+    if value == TRUE or value is NULL:
+        return value == TRUE
+    read = maybe(value, object)
+    return read.lower() in _YES if isinstance(read, str) else read == 1
 
 
 def without_usage(lines: bytes) -> bytes:

@@ -1,13 +1,15 @@
 """A decode engine that is overloaded, frozen or killed: P's blocks come back, and no text is wrong."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from support.cluster import nothing_held, wait_until
-from support.legs import decode, plain, prefill, prompt_of, text_of
+from support.legs import SLOW_TOKENS, decode, plain, prefill, prompt_of, text_of
 from support.victims import (
+    BORROWING,
     EXPIRED,
     HELD,
     LATE,
@@ -15,6 +17,7 @@ from support.victims import (
     LINGERING,
     LOADS,
     LONG,
+    RUNNING,
     TIMEOUT,
     check,
     lost,
@@ -30,6 +33,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 THOROUGH = {
     ("test_an_overloaded_decode_engine_loses_no_lease", "push"),
     ("test_frozen_before_the_read", "pull"),
+    ("test_frozen_after_the_read", "push"),
+    ("test_a_request_that_never_reaches_decode_is_freed_at_lease_end", "push"),
 }
 
 
@@ -135,6 +140,27 @@ def test_frozen_during_the_read(p, victims, reference, mode):
         wait_until(lambda d=d: d.now(LINGERING) == 0, seconds=LONG, what="no block lingers")
 
 
+def test_frozen_after_the_read(p, victims, reference):
+    """What D has read is D's: frozen while it answers, it goes on where it was."""
+    tokens = 160  # eight seconds of slow steps
+    decoders = list(victims.hasty.values())
+    prompts = [prompt_of(340 + number, 300 + SLOW_TOKENS) for number in range(len(decoders))]
+    failures = [{why: d.now(lost(why)) for why in ("lease", "timeout", "peer", "transfer")} for d in decoders]
+    with ThreadPoolExecutor(len(decoders)) as pool:
+        answers = [
+            pool.submit(decode, d.spec, prompt, prefill(p.spec, prompt), tokens=tokens)
+            for d, prompt in zip(decoders, prompts, strict=True)
+        ]
+        for d in decoders:
+            wait_until(lambda d=d: d.now(RUNNING) == 1 and d.now(BORROWING) == 0, seconds=LONG, what="D decodes")
+        freeze_beyond_leases(p, decoders)
+        assert not any(answer.done() for answer in answers)
+        texts = [text_of(answer.result()) for answer in answers]
+
+    assert texts == [plain(reference, prompt, tokens=tokens) for prompt in prompts]
+    assert failures == [{why: d.now(lost(why)) for why in found} for d, found in zip(decoders, failures, strict=True)]
+
+
 def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, victims, reference):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
     other = victims.patient["recompute"]
@@ -149,3 +175,15 @@ def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, vic
     assert all(answer.exception() is not None for answer in answers)  # broken connections, no made-up answers
     assert text == plain(reference, prompt)
     assert p.now("vllm:pdrelay_leases_peer_lost_total") == before + 20
+
+
+def test_a_request_that_never_reaches_decode_is_freed_at_lease_end(p):
+    """The TTL of last resort, on an engine that sleeps."""
+    expired = p.now(EXPIRED)
+    asked = time.monotonic()
+    prefill(p.spec, prompt_of(295))
+    assert not nothing_held(p.spec)
+    wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what nobody asked for")
+
+    assert time.monotonic() - asked > LEASE
+    assert p.now(EXPIRED) == expired + 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from support.cluster import wait_until
-from support.legs import decode, plain, prefill, prompt_of, text_of
+from support.legs import SLOW_TOKENS, decode, plain, prefill, prompt_of, text_of
 from support.victims import (
     BORROWING,
     HELD,
@@ -25,6 +25,11 @@ from support.victims import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: after the transfer, both modes are the same."""
+    return (test, params["mode"]) == ("test_hung_and_killed_after_the_transfer", "push")
 
 
 @pytest.fixture
@@ -132,3 +137,19 @@ def test_killed_during_the_transfer(p, decoders, reference):
 
     assert [d.now(lost("timeout")) for d in decoders] == timeouts
     check_all(decoders, prompts, responses, reference, 92)
+
+
+def test_hung_and_killed_after_the_transfer(p, decoders, reference):
+    """What D has is D's: an answer under way does not notice that P hangs, nor that it dies."""
+    tokens = 160  # eight seconds of slow steps
+    prompts = [prompt_of(number, 200 + SLOW_TOKENS) for number in (95, 96)]
+    with asking(p, decoders, prompts, tokens=tokens) as ask:
+        answers = ask()
+        wait_until(lambda: p.now(HELD) == 0, seconds=LEASE - 1, what="P was told that all is read")
+        p.freeze()
+        time.sleep(0.5)
+        assert not any(answer.done() for answer in answers)
+        p.kill()
+        texts = [text_of(answer.result()[0]) for answer in answers]
+
+    assert texts == [plain(reference, prompt, tokens=tokens) for prompt in prompts]

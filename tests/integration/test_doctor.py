@@ -4,6 +4,7 @@ The two ends are in network namespaces of their own, where the kernel lets us ha
 """
 
 import contextlib
+import json
 import subprocess
 from types import SimpleNamespace
 
@@ -61,6 +62,14 @@ def blocked(host, ports):
         subprocess.run(["ip", "-n", host.namespace, "rule", "del", *rule], check=True)
 
 
+def model(folder, name, **changes):
+    """A folder with a model's config.json."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "torch_dtype": "bfloat16"}
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text(json.dumps({**config, **changes}))
+    return ("--model", folder / name)
+
+
 def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(ends, secret):
     """Every number is there: rates and latency each way, posting, clock, versions, MTU, transports.
 
@@ -108,6 +117,38 @@ def test_tcp_where_shared_memory_was_possible(lab, secret, there, mend):
     assert found.code == 1
     assert "over TCP (" in found.findings["tcp-on-one-machine"].what
     assert mend in found.findings["tcp-on-one-machine"].mend
+
+
+def test_a_wrong_secret_and_none(ends, secret, tmp_path):
+    """Both are found before NIXL is loaded, and neither end says more than that they differ."""
+    other = tmp_path / "other"
+    other.write_text("another secret than that of the engines\n")
+    with listening("--host", ends.ip, "--port", 0, *secret, prefix=ends.there) as address:
+        wrong = examined(address, "--secret-file", other, prefix=ends.here)
+        none = examined(address, prefix=ends.here)
+
+    for found in (wrong, none):
+        assert found.code == 1
+        assert list(found.findings) == ["secret"]
+        assert "PDRELAY_CONNECTOR_SECRET_FILE" in found.findings["secret"].mend
+        assert found.report["pair"]["there"] is None
+
+
+def test_a_skewed_clock_and_another_fingerprint(ends, secret, tmp_path):
+    """Beyond what signed leases bear, and a model of another shape.
+
+    The skew is put into the other end's process: a time namespace has the clocks since boot, and never the wall clock.
+    """
+    here, there = model(tmp_path, "m"), model(tmp_path, "n", num_hidden_layers=3)
+    at = ("--host", ends.ip, "--port", 0)
+    with listening(*at, *secret, *there, ahead=400.0, prefix=ends.there) as address:
+        found = examined(address, *secret, *here, prefix=ends.here)
+
+    assert {"clock", "fingerprint"} <= set(found.findings) <= {"clock", "fingerprint"} | RATES
+    assert "ahead of" in found.findings["clock"].what
+    assert "NTP" in found.findings["clock"].mend
+    assert "its layers is 3, ours is 2" in found.findings["fingerprint"].what
+    assert abs(found.report["pair"]["clock"]["seconds"] - 400.0) <= found.report["pair"]["clock"]["error"] + 0.1
 
 
 def test_an_asymmetric_link(lab, secret):

@@ -1,6 +1,7 @@
 """Models with a state and with windows under faults: what protects KV protects those, too. Never a wrong text."""
 
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,13 +11,14 @@ from pdrelay_tools.local.recipe import Connector
 from support.architectures import ARCHITECTURES, make
 from support.attention import ATTENTION
 from support.cluster import OVER_TCP, engine_spec, nothing_held, start_engine, wait_until
-from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, text_of
-from support.netns import lab_or_none
+from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, push, text_of
+from support.netns import lab_available, lab_or_none
 from support.questions import ask, client, differences, ids
 from support.shapes import meet
 from support.victims import BORROWING, LATE, LEASE, LINGERING, LOADS, LONG, PATIENT, Victim, hang_up, lost
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.thorough]  # minutes
+PREEMPTIONS = "vllm:num_preemptions_total"
 # A cache that four long answers do not fit into. With longer steps vLLM would ask for more than one with windows has.
 STEPS = ("--max-num-batched-tokens", "256")
 OPTIONS = {
@@ -111,6 +113,32 @@ def at_rest(*victims):
 
 
 @pairs
+def test_preempted(pair, reference):
+    """A cache that four prompts fit into, but not their long answers: preempted requests compute their states again."""
+    p, d, mode, _ = pair
+    where = meet(p.spec, d.spec, 1) if mode is TransferMode.PUSH else None
+    prompts = [prompt_of(number, 300 + 40 * number) for number in range(4)]
+    before = d.now(PREEMPTIONS) + p.now(PREEMPTIONS)
+
+    def both_legs(prompt):
+        question = ids(prompt)
+        if where is not None:
+            return push(p.spec, d.spec, question, where, tokens=500)[0]
+        params = prefill(p.spec, prompt)
+        with client(d.spec.base_url) as api:
+            return ask(api, question, tokens=500, kv_transfer_params=params)
+
+    with ThreadPoolExecutor(4) as pool:
+        ours = list(pool.map(both_legs, prompts))
+    with client(reference.base_url) as api:
+        theirs = [ask(api, ids(prompt), tokens=500) for prompt in prompts]
+
+    assert [our.text for our in ours] == [their.text for their in theirs]
+    assert d.now(PREEMPTIONS) + p.now(PREEMPTIONS) > before
+    at_rest(p, d)
+
+
+@pairs
 def test_frozen_in_the_middle_of_a_transfer(pair, reference):
     """D sleeps for longer than the lease, and P uses every block for other prompts: what came is discarded."""
     p, d, *_ = pair
@@ -133,6 +161,42 @@ def test_frozen_in_the_middle_of_a_transfer(pair, reference):
     assert d.now(lost("lease")) == failed + 1
     wait_until(lambda: d.now(LINGERING) == 0, seconds=LONG, what="no block lingers")
     at_rest(p, d)
+
+
+@pairs
+def test_cut_in_the_middle_of_a_transfer(lab, pair, reference):
+    """The lease is over before the rest can come, and P uses the blocks: what comes then is discarded."""
+    if lab is None:
+        pytest.skip(f"no network lab: {lab_available()}")
+    p, d, *_ = pair
+    prompt = prompt_of(95, 900)
+    meets(pair, reference)
+    params = prefill(p.spec, prompt)
+    failed = d.now(lost("lease"))
+    lab.limit(1)  # 1 MB takes 9 s
+    with ThreadPoolExecutor(1) as pool:
+        response = pool.submit(decode, d.spec, prompt, params)
+        try:
+            wait_until(lambda: d.now(BORROWING) == 1, seconds=LONG, what="D waits for the transfer")
+            time.sleep(0.5)
+            lab.cut()  # for less than the 20 s after which TCP gives a peer up, and a push keeps blocks for minutes
+            reuse_blocks(p)
+        finally:
+            lab.heal()
+            lab.limit(None)
+        text = text_of(response.result())
+
+    assert text == plain(reference, prompt)
+    assert d.now(lost("lease")) == failed + 1
+    wait_until(lambda: stepped(d, LINGERING) == 0, seconds=LONG, what="no block lingers")
+    meets(pair, reference)
+    at_rest(p, d)
+
+
+def stepped(victim, name):
+    """Return a metric after a step of an engine, with which vLLM collects it."""
+    plain(victim.spec, prompt_of(93, 20), tokens=1)
+    return victim.now(name)
 
 
 @pairs

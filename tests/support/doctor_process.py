@@ -1,10 +1,14 @@
-"""``pdrelay doctor`` in a process of its own: ``python -m support.doctor_process ARGUMENT...``."""
+"""``pdrelay doctor`` in a process of its own, with a clock that may be wrong.
+
+``python -m support.doctor_process AHEAD ARGUMENT...``: the clock of that end is ``AHEAD`` seconds ahead.
+"""
 
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +16,11 @@ LONG = 120.0  # s: only reached when something is wrong
 QUICK = ("--seconds", "0.1", "--memory-mib", "8", "--timeout", "15")  # the last: on a machine with other load
 
 
-def _start(arguments, *, prefix=(), env=None):
+def _start(arguments, *, prefix=(), ahead=0.0, env=None):
     tests = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "PDRELAY_", "VLLM_"))}
-    command = [*prefix, sys.executable, "-m", "support.doctor_process", *map(str, arguments)]
+    command = [*prefix, sys.executable, "-m", "support.doctor_process", str(ahead), *map(str, arguments)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -51,11 +55,11 @@ def examined(*arguments, **options):
     return SimpleNamespace(code=process.returncode, findings=findings, report=report, stderr=err)
 
 
-def main(*arguments):
+def main(ahead, *arguments):
     sys.modules["torch"] = None  # nixl asks it for its CUDA version, 5 s of CPU later
     from pdrelay_connector.doctor.command import main as doctor
 
-    return doctor(arguments)
+    return doctor(arguments, wall=lambda: time.time() + float(ahead))  # noqa: TID251
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from pdrelay_connector.shell import engine_config as engine_config
+    from pdrelay_connector.shell.cache_specs import group_of
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
@@ -46,7 +46,7 @@ RETAINING = SlidingWindowSpec(**SHAPE, sliding_window=24, extra_retained_tokens=
 )
 def test_a_group_forgets_what_vllm_forgets(spec, manager, fields):
     """A token less would be read from a block that is not held; vLLM's own allocation skips just as many."""
-    group = engine_config._group(spec)
+    group = group_of(spec)
 
     for computed in range(1, 100):
         assert group.first_needed(computed) == manager.get_num_skipped_tokens(SimpleNamespace(**fields), computed)
@@ -56,12 +56,12 @@ def test_layers_that_differ_in_their_sizes_only_are_one_group():
     """vLLM puts such layers under one block table."""
     together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l.0": SLIDING, "l.1": SLIDING})
 
-    assert engine_config._group(together) == engine_config._group(SLIDING) == CacheGroup(16, window=24)
+    assert group_of(together) == group_of(SLIDING) == CacheGroup(16, window=24)
 
 
 def test_mla_is_full_attention_with_one_head():
     """Every rank keeps the same."""
-    assert engine_config._group(MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})) == CacheGroup(16)
+    assert group_of(MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})) == CacheGroup(16)
 
 
 def test_there_are_just_these_layouts():

@@ -22,8 +22,9 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.connector import PDRelayConnector
-    from pdrelay_connector.shell.engine_config import _check_supported, read_engine_config
+    from pdrelay_connector.shell.engine_config import read_engine_config
     from pdrelay_connector.shell.fingerprint import info_labels
+    from pdrelay_connector.shell.supported_caches import check_supported
 
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.settings import INSTEAD, MODE_OF_NAME, SAME
@@ -178,7 +179,7 @@ def test_a_cache_that_stays_in_host_memory_is_refused_by_ours():
     groups = [KVCacheGroupSpec(["layer.0"], spec, host_resident=True)]
 
     with pytest.raises(UnsupportedCache, match=r"layer\.0 has a KV cache in host memory"):
-        _check_supported(asked, SimpleNamespace(kv_cache_groups=groups))
+        check_supported(asked, SimpleNamespace(kv_cache_groups=groups))
 
 
 @pytest.mark.parametrize("name", [*MODE_OF_NAME, "PDRelayConnector"])

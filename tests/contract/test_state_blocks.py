@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.request import Request
 
-    from pdrelay_connector.shell.engine_config import _group
+    from pdrelay_connector.shell.cache_specs import group_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, CONTEXT = 16, 512
@@ -31,7 +31,7 @@ def spec(**options):
     return MambaSpec(block_size=SIZE, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode="align", **options)
 
 
-GROUP = _group(spec())
+GROUP = group_of(spec())
 
 
 def manager(**options):

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
     from vllm.v1.kv_cache_interface import MambaSpec, compute_layer_kv_cache_shape_bytes
 
-    from pdrelay_connector.shell.engine_config import _group
+    from pdrelay_connector.shell.cache_specs import group_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, CONTEXT = 16, 512
@@ -35,7 +35,7 @@ def manager(mode):
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_a_group_forgets_what_vllm_forgets(mode):
     """All states but the last."""
-    group = _group(spec(mode))
+    group = group_of(spec(mode))
 
     for computed in range(1, 100):
         assert group.first_needed(computed) == MambaManager.get_num_skipped_tokens(SimpleNamespace(), computed)
@@ -49,7 +49,7 @@ def test_a_load_gets_the_block_from_which_the_next_token_is_computed(mode, compu
     blocks.add_local_computed_blocks("d", [], 0, computed)
     blocks.allocate_external_computed_blocks("d", 0, computed)
     table = [block.block_id for block in blocks.req_to_blocks["d"]]
-    group = _group(spec(mode))
+    group = group_of(spec(mode))
     start, stop = group.missing_tokens(computed + 1, computed)
     (ours,) = table[group.blocks_of(start, stop)]
 

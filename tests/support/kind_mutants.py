@@ -19,9 +19,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     from pdrelay_connector.core.ids import Address, EngineId
-    from pdrelay_connector.shell import engine_config as config_module
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.cache_specs import group_of, is_packed, specs_by_layer
     from pdrelay_connector.shell.engine_config import EngineConfig
 
 SHELL = "pdrelay_connector.shell"
@@ -33,14 +33,14 @@ def described(shape):
         KVCacheGroupSpec([f"l.{layer}.{number}" for layer in range(shape.depth)], spec)
         for number, spec in enumerate(shape.specs)
     ]
-    specs = {name: spec for group in groups for name, spec in config_module._specs_by_layer(group)}
+    specs = {name: spec for group in groups for name, spec in specs_by_layer(group)}
     tokens_per_entry = {name: vllm_versions.tokens_per_entry(spec) for name, spec in specs.items()}
     engine = EngineConfig(
-        EngineId("e"), Address("10.0.0.1", 5600), tuple(config_module._group(spec) for spec in shape.specs),
+        EngineId("e"), Address("10.0.0.1", 5600), tuple(group_of(spec) for spec in shape.specs),
         {name: number for number, group in enumerate(groups) for name in group.layer_names}, shape.blocks,
         all_heads=max(getattr(spec, "num_kv_heads", 1) for spec in shape.specs), ranks=1, is_producer=True,
         is_consumer=True, tokens_per_entry=tokens_per_entry,
-        packed_layers=frozenset(name for name, spec in specs.items() if config_module._is_packed(spec)),
+        packed_layers=frozenset(name for name, spec in specs.items() if is_packed(spec)),
     )  # fmt: skip
     caches = {}
     for group in groups:

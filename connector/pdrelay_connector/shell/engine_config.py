@@ -3,29 +3,13 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    RSWASpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdrelay_connector.core.addresses import is_wildcard
 from pdrelay_connector.core.ids import Address, EngineId
@@ -35,39 +19,12 @@ from pdrelay_connector.errors import SettingsError, UnsupportedCache
 from pdrelay_connector.settings import AUTO, Mode, Settings, read_settings
 from pdrelay_connector.shell import vllm_versions
 from pdrelay_connector.shell.building_engine import builder_of
+from pdrelay_connector.shell.cache_specs import group_of, is_packed, specs_by_layer
 from pdrelay_connector.shell.devices import check_copies, check_events
 from pdrelay_connector.shell.first_token import first_token, looks_back
+from pdrelay_connector.shell.supported_caches import check_supported
 
 logger = init_logger("vllm.pdrelay")
-SUPPORTED = (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SlidingWindowMLASpec,
-    ChunkedLocalAttentionSpec,
-    RSWASpec,
-    CircularBufferSpec,
-    MambaSpec,
-)
-# Kinds that no transfer moves, in vLLM's NixlConnector of 0.33 neither, by their classes: why not.
-_IMMOVABLE: Final[Mapping[str, str]] = {
-    "CrossAttentionSpec": (
-        "its KV is of the encoder, and vLLM allocates no block for it that a load could fill"
-    ),
-    "EncoderOnlyAttentionSpec": "an encoder keeps no KV",
-    "HiddenStateCacheSpec": (
-        "it keeps hidden states for extract_hidden_states, which no decode engine reads"
-    ),
-    "HiSparseHotSpec": "HiSparse keeps copies on the device that belong to one engine",
-    "HiSparseResidentSpec": "HiSparse keeps copies on the device that belong to one engine",
-    "SinkFullAttentionSpec": (
-        "its kernel keeps static sinks in the first blocks, which no block table names"
-    ),
-}
-IN_TREE: Final = "vLLM's NixlConnector of 0.32 and later moves it"
-MAMBA_CACHE_MODES = ("none", "align")
-# further ones mean something only with what the worker knows beside the cache
-MAX_STATE_TENSORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +88,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     """
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ, transfer.kv_connector)
-    _check_supported(config, cache)
+    check_supported(config, cache)
     scheduled_by = _scheduled_by(transfer)
     if transfer.is_kv_consumer and not scheduled_by.is_kv_consumer:
         raise SettingsError(
@@ -155,7 +112,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     model = config.model_config
     groups = _groups(config, cache)
     lookahead = vllm_versions.drafts_lookahead(config)
-    specs = {name: spec for group in cache.kv_cache_groups for name, spec in _specs_by_layer(group)}
+    specs = {name: spec for group in cache.kv_cache_groups for name, spec in specs_by_layer(group)}
     engine_config = EngineConfig(
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
@@ -193,7 +150,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
             if (tokens := vllm_versions.tokens_per_entry(spec)) != 1
         },
         sleeps=model.enable_sleep_mode,
-        packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
+        packed_layers=frozenset(name for name, spec in specs.items() if is_packed(spec)),
     )
     _check_stages(engine_config)
     _check_contexts(engine_config)
@@ -213,7 +170,7 @@ def _groups(config: VllmConfig, cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
     contexts = config.parallel_config.decode_context_parallel_size
     groups: list[CacheGroup] = []
     for spec in (group.kv_cache_spec for group in cache.kv_cache_groups):
-        group = _group(spec)
+        group = group_of(spec)
         shards = contexts if vllm_versions.is_divided(spec) else 1
         groups.append(
             replace(
@@ -304,122 +261,6 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
     return str(config.cache_config.prefix_caching_hash_algo)
 
 
-def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
-    parallel = config.parallel_config
-    for group in cache.kv_cache_groups:
-        _check_group(group)
-    has_state = any(
-        isinstance(spec, MambaSpec)
-        for group in cache.kv_cache_groups
-        for spec in _specs(group.kv_cache_spec)
-    )
-    if has_state and getattr(config.cache_config, "use_kda_recoverssm", False):
-        raise UnsupportedCache(
-            "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the "
-            "cache do not move: start without --use-replayssm"
-        )
-    if config.model_config.enable_sleep_mode and not vllm_versions.FOLLOWS_SLEEP:
-        raise UnsupportedCache(
-            f"enable_sleep_mode is on, and vLLM {vllm_versions.VLLM_VERSION} does not tell a "
-            f"connector when the memory "
-            "goes that other engines reach: engines that sleep need vLLM 0.33 or later"
-        )
-    if vllm_versions.returns_routed_experts(config):
-        raise UnsupportedCache(
-            "enable_return_routed_experts is on; which experts computed a prompt is known where it "
-            "was computed and "
-            "does not move with its KV, so engines with a KV connector cannot return it"
-        )
-    sizes = {
-        "decode": parallel.decode_context_parallel_size,
-        "prefill": parallel.prefill_context_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size != 1 and not vllm_versions.DIVIDES_CONTEXTS:
-            raise UnsupportedCache(
-                f"{name}_context_parallel_size is {size}; with vLLM {vllm_versions.VLLM_VERSION} only "
-                f"1 is supported: more needs vLLM 0.32 or later"
-            )
-    if sizes["prefill"] != 1:
-        _check_prefill_contexts(config)
-
-
-def _check_prefill_contexts(config: VllmConfig) -> None:
-    """Raise unless vLLM's NixlConnector could do it, too (its ``__init__`` in 0.32)."""
-    parallel = config.parallel_config
-    prefill = parallel.prefill_context_parallel_size
-    decode = parallel.decode_context_parallel_size
-    if config.kv_transfer_config.is_kv_consumer:
-        raise UnsupportedCache(
-            f"prefill_context_parallel_size is {prefill} and kv_role is "
-            f"{config.kv_transfer_config.kv_role}; with more than 1 only kv_producer is supported"
-        )
-    if decode > 1 and (parallel.tensor_parallel_size != 1 or decode != prefill):
-        raise UnsupportedCache(
-            f"prefill_context_parallel_size is {prefill}, decode_context_parallel_size {decode} and "
-            f"tensor_parallel_size {parallel.tensor_parallel_size}; the first two must be equal, or "
-            f"one of them 1, and with both the third must be 1"
-        )
-
-
-def _check_group(group: KVCacheGroupSpec) -> None:
-    """Raise if the cache of some layers cannot be moved."""
-    layer = (
-        f"layer {group.layer_names[0]}"
-        if group.layer_names
-        else "a layer of another pipeline stage"
-    )
-    for spec in _specs(group.kv_cache_spec):
-        kind = type(spec)
-        if kind not in SUPPORTED:
-            kinds = ", ".join(supported.__name__ for supported in SUPPORTED)
-            reason = f" ({_IMMOVABLE[kind.__name__]})" if kind.__name__ in _IMMOVABLE else ""
-            raise UnsupportedCache(
-                f"{layer} has a KV cache of kind {kind.__name__}{reason}; supported are {kinds}"
-            )
-        if isinstance(spec, MambaSpec):
-            _check_state(layer, spec)
-        if isinstance(spec, CircularBufferSpec) or vllm_versions.replays_window(spec):
-            _check_told_what_is_loaded(layer, "a ring of tokens or a replayed window")
-        if isinstance(spec, AttentionSpec) and vllm_versions.tokens_per_entry(spec) < 1:
-            raise UnsupportedCache(
-                f"{layer} keeps several entries for a token (tokens_per_state is "
-                f"{spec.tokens_per_state}); one entry for one or more tokens is supported"
-            )
-    if group.host_resident:
-        raise UnsupportedCache(
-            f"{layer} has a KV cache in host memory (host_resident), which does not move "
-            f"({IN_TREE})"
-        )
-    if not group.enable_kv_transfer:
-        raise UnsupportedCache(
-            f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)"
-        )
-
-
-def _check_told_what_is_loaded(layer: str, what: str) -> None:
-    if not vllm_versions.ASKS_WHAT_IS_LOADED:
-        raise UnsupportedCache(
-            f"{layer} keeps {what}, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a "
-            "load fills, or computes them anew: models with it need vLLM 0.32 or later"
-        )
-
-
-def _check_state(layer: str, spec: MambaSpec) -> None:
-    """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
-    _check_told_what_is_loaded(layer, "a state")
-    if spec.mamba_cache_mode not in MAMBA_CACHE_MODES:
-        raise UnsupportedCache(
-            f"{layer} keeps a state and mamba_cache_mode is {spec.mamba_cache_mode}, which vLLM "
-            "0.32 does not have any more: start with --mamba-cache-mode align"
-        )
-    if len(spec.shapes) > MAX_STATE_TENSORS:
-        raise UnsupportedCache(
-            f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent "
-            "one are supported, without the inputs that ReplaySSM or RecoverSSM keep beside them"
-        )
-
-
 def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
     if not _is_staged_here(config, settings):
         return 0
@@ -427,7 +268,7 @@ def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings
     sizes = (
         group.kv_cache_spec.block_size
         for group in cache.kv_cache_groups
-        if not _group(group.kv_cache_spec).is_ring
+        if not group_of(group.kv_cache_spec).is_ring
     )
     smallest = min(sizes)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
@@ -439,73 +280,3 @@ def _is_staged_here(config: VllmConfig, settings: Settings) -> bool:
     buffers = with_platform(current_platform.get_nixl_supported_devices())
     buffer = config.kv_transfer_config.kv_buffer_device
     return is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers)
-
-
-def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """Return the specs of a group's layers: several if they differ in size only."""
-    return (
-        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    )
-
-
-def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.items())
-    return [(name, spec) for name in group.layer_names]
-
-
-def _is_packed(spec: KVCacheSpec) -> bool:
-    """Tell whether a kernel may keep a block's entries in several pieces, as values and scales.
-
-    Indexers do (``v1/attention/ops/...indexer_k_quant_and_cache``), and the caches of DeepSeek-V4
-    and NVFP4: their type is bytes, or quantized with more than one scale for a tensor.
-    """
-    if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
-        return False
-    is_plain = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR or (
-        spec.kv_quant_mode is KVQuantMode.NONE and spec.dtype is not torch.uint8
-    )
-    return (
-        not is_plain
-        or vllm_versions.tokens_per_entry(spec) != 1
-        or getattr(spec, "model_version", None) is not None
-    )
-
-
-def _group(spec: KVCacheSpec) -> CacheGroup:
-    specs = _specs(spec)
-    first = specs[0]
-    if isinstance(first, MambaSpec):
-        return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_state, specs))))
-    if isinstance(first, CircularBufferSpec):
-        return CacheGroup(
-            spec.block_size, state=", ".join(dict.fromkeys(map(_ring, specs))), is_ring=True
-        )
-    retained = getattr(first, "extra_retained_tokens", 0)
-    window = first.sliding_window + retained if isinstance(first, SlidingWindowSpec) else 0
-    chunk = first.attention_chunk_size if isinstance(first, ChunkedLocalAttentionSpec) else 0
-    return CacheGroup(
-        spec.block_size,
-        window,
-        chunk,
-        forgets_answers=isinstance(first, RSWASpec),
-        is_replayed=vllm_versions.replays_window(first),
-    )
-
-
-def _ring(spec: KVCacheSpec) -> str:
-    """Describe a ring of tokens: each token is at its number modulo the ring's size."""
-    if not isinstance(spec, CircularBufferSpec):
-        raise TypeError(f"{type(spec).__name__} among rings")
-    return f"ring of {spec.block_size} tokens of {spec.num_heads} x {spec.state_content_size_bytes} bytes {spec.dtype}"
-
-
-def _state(spec: KVCacheSpec) -> str:
-    """Return the kind of a state, and the shape and dtype of each of its tensors on one rank."""
-    if not isinstance(spec, MambaSpec):
-        raise TypeError(f"{type(spec).__name__} among states")
-    tensors = (
-        f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
-    return f"{spec.mamba_type.name} state of {' and '.join(tensors)}"

@@ -79,7 +79,7 @@ class LaterHooks:
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """Return True: what cannot sleep is refused by ``engine_config.py``, in a sentence.
+        """Return True: what cannot sleep is refused by ``supported_caches.py``, in a sentence.
 
         vLLM calls this from 0.33 on (``kv_connector/v1/base.py``).
         """

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.block_shortage import BlockShortage, ShortageTimer, takes_the_last_blocks
-    from pdrelay_connector.shell.engine_config import _group
+    from pdrelay_connector.shell.cache_specs import group_of
     from support.cache_kinds import Pair
     from support.kinds_table import KINDS
     from support.scheduled_engine import REVOKE
@@ -111,7 +111,7 @@ def test_loads_leave_a_block_for_the_next_token(name):
     kind = KINDS[name]
     prompts = [[number, *[0, 1] * 28] for number in range(2)]
     groups = kind.specs(4)
-    loaded = sum(group.loaded_blocks(56, 0) for group in map(_group, groups))
+    loaded = sum(group.loaded_blocks(56, 0) for group in map(group_of, groups))
     pair = Pair(kind.shape(blocks=200), kind.shape(blocks=1 + 2 * loaded))
     pair.d.movers[1].stuck = True
     for number, prompt in enumerate(prompts):

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     import torch
     from vllm.v1 import kv_cache_interface
 
-    from pdrelay_connector.shell import engine_config
+    from pdrelay_connector.shell import supported_caches
     from support import kind_mutants as mutants
     from support import kinds_table
     from support.cache_kinds import Pair, Shape, push_at_once, stories
@@ -127,10 +127,10 @@ def test_each_class_of_vllm_is_served_or_refused():
     classes = {each for each in vars(kv_cache_interface).values() if isinstance(each, type) and issubclass(each, base)}
     abstract = {base, kv_cache_interface.AttentionSpec}
     played = {type(spec) for kind in KINDS.values() for spec in kind.specs(4)}
-    refused = {each for each in classes if each.__name__ in engine_config._IMMOVABLE}
+    refused = {each for each in classes if each.__name__ in supported_caches._IMMOVABLE}
     rest = classes - abstract - {kv_cache_interface.UniformTypeKVCacheSpecs}
 
-    assert played == set(engine_config.SUPPORTED)
+    assert played == set(supported_caches.SUPPORTED)
     assert rest == played | refused
 
 

@@ -27,10 +27,10 @@ with warnings.catch_warnings():
         EngineConfig,
         _check_contexts,
         _check_stages,
-        _check_supported,
         _prefix_hash,
         read_engine_config,
     )
+    from pdrelay_connector.shell.supported_caches import check_supported
 
 from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
@@ -99,9 +99,9 @@ def test_pipeline_stages_have_limits(changes, kind):
 def test_a_cache_that_does_not_move_is_refused_with_its_own_reason(group, says):
     """A connector that took it would move too much, or nothing."""
     plain = {"kv_cache_spec": PLAIN_SPEC, "layer_names": ["l.0"], "enable_kv_transfer": True, "host_resident": False}
-    _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**plain)]))
+    check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**plain)]))
     with pytest.raises(UnsupportedCache, match=says):
-        _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**(plain | group))]))
+        check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**(plain | group))]))
 
 
 @pytest.mark.parametrize("kind", ["ring", "replayed window"])
@@ -112,10 +112,10 @@ def test_before_a_version_asks_what_is_loaded_rings_and_replayed_windows_are_ref
     spec = RING if kind == "ring" else SlidingWindowMLASpec(**SHAPE, sliding_window=64, bounded_replay=True)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
     monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", True)
-    _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
+    check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
     monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", False)
     with pytest.raises(UnsupportedCache, match=r"layer l\.0 keeps a ring of tokens or a replayed window, and vLLM"):
-        _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
+        check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_prefill_contexts_are_taken_where_vllms_own_connector_takes_them(monkeyp
     asked = config(**sizes)
     asked.kv_transfer_config = SimpleNamespace(kv_role=role, is_kv_consumer=role != "kv_producer")
     with nullcontext() if says is None else pytest.raises(UnsupportedCache, match=says):
-        _check_supported(asked, SimpleNamespace(kv_cache_groups=[]))
+        check_supported(asked, SimpleNamespace(kv_cache_groups=[]))
 
 
 def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
     """Taken for whole, a part of a cache would be a wrong text with status 200."""
     monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", True)
-    _check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
+    check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
     monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", False)
     for name in ("decode", "prefill"):
         with pytest.raises(UnsupportedCache, match=rf"{name}_context_parallel_size is 2; with vLLM .* vLLM 0\.32"):
-            _check_supported(config(**{f"{name[0]}cp": 2}), SimpleNamespace(kv_cache_groups=[]))
+            check_supported(config(**{f"{name[0]}cp": 2}), SimpleNamespace(kv_cache_groups=[]))
 
 
 @pytest.mark.parametrize(
@@ -186,24 +186,24 @@ def test_what_was_not_tried_with_divided_contexts_is_refused(changes, kind):
 
 def test_an_engine_that_may_sleep_is_refused_where_no_hook_tells_of_it():
     """vLLM 0.32 lets it start; awake again, its cache is elsewhere, and NIXL's registrations are not."""
-    _check_supported(config(), SimpleNamespace(kv_cache_groups=[]))
+    check_supported(config(), SimpleNamespace(kv_cache_groups=[]))
     with (
         nullcontext()
         if vllm_versions.FOLLOWS_SLEEP
         else pytest.raises(UnsupportedCache, match=r"enable_sleep_mode is on.*need vLLM 0\.33 or later")
     ):
-        _check_supported(config(sleep=True), SimpleNamespace(kv_cache_groups=[]))
+        check_supported(config(sleep=True), SimpleNamespace(kv_cache_groups=[]))
 
 
 def test_an_engine_that_returns_routed_experts_is_refused():
     """Where a version has the switch; D would return those of other prompts for what it has loaded."""
     with pytest.raises(UnsupportedCache, match="enable_return_routed_experts is on"):
-        _check_supported(config(experts=True), SimpleNamespace(kv_cache_groups=[]))
+        check_supported(config(experts=True), SimpleNamespace(kv_cache_groups=[]))
     earlier = config()
     del earlier.aux_output_config
     earlier.model_config.enable_return_routed_experts = True
     with pytest.raises(UnsupportedCache, match="enable_return_routed_experts is on"):
-        _check_supported(earlier, SimpleNamespace(kv_cache_groups=[]))
+        check_supported(earlier, SimpleNamespace(kv_cache_groups=[]))
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])

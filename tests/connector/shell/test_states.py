@@ -14,9 +14,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request, RequestStatus
 
-    from pdrelay_connector.shell import engine_config as config_module
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.cache_specs import group_of
     from pdrelay_connector.shell.connector import PDRelayConnector
     from pdrelay_connector.shell.decode_modes import PullDecode, PushDecode
     from pdrelay_connector.shell.engine_config import EngineConfig
@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
     from pdrelay_connector.shell.prefill_requests import PrefillRequests
     from pdrelay_connector.shell.push_progress import PushProgress
+    from pdrelay_connector.shell.supported_caches import check_supported
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address, EngineId
@@ -322,8 +323,8 @@ def spec(**changes):
 )
 def test_engines_with_unlike_states_never_meet(change):
     """The bytes would be as many; they would mean something else."""
-    assert _kind(config_module._group(spec(**change))) != _kind(config_module._group(spec()))
-    assert _kind(config_module._group(spec(block_size=2048))) == _kind(config_module._group(spec()))
+    assert _kind(group_of(spec(**change))) != _kind(group_of(spec()))
+    assert _kind(group_of(spec(block_size=2048))) == _kind(group_of(spec()))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_lo
     group = SimpleNamespace(kv_cache_spec=ring, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
     config = SimpleNamespace(parallel_config=None)
     with pytest.raises(UnsupportedCache, match=says):
-        config_module._check_supported(config, SimpleNamespace(kv_cache_groups=[group]))
+        check_supported(config, SimpleNamespace(kv_cache_groups=[group]))
 
 
 def test_vllm_zeroes_no_block_that_is_loaded():

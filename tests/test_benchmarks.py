@@ -1,6 +1,8 @@
 """Benchmarks run rarely, and what they call changes often: here they start, with next to nothing to measure."""
 
 import json
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -13,12 +15,16 @@ from benchmarks.discovery import report as fleet
 from benchmarks.discovery import simulate
 from benchmarks.first_token import bench as first_token
 from benchmarks.limits import bench as limits
+from benchmarks.replay import fit
 from benchmarks.roles import report as roles
+from benchmarks.roles.bench import times_of
 from benchmarks.router import report as router
-from benchmarks.router import soak, workers
+from benchmarks.router import soak, trial, workers
+from benchmarks.router.contestants import CONTESTANTS
 from benchmarks.shapes import report as shapes
 from benchmarks.shapes.cases import CASES
 from benchmarks.shapes.side import single_blocks
+from support.greedy_streams import Stream
 
 PAGES = {
     "chats": chats,
@@ -82,3 +88,53 @@ def test_a_prompt_is_moved_block_by_block():
     assert [(each.start, each.stop) for each in cut] == [(0, 16), (16, 32), (32, 48), (48, 64)]
     assert [list(each.remote) for each in cut] == [[block] for block in whole.remote]
     assert [each.local[0] for each in cut] == [block for block in whole.local for _ in range(2)]
+
+
+def test_streams_that_failed_are_not_taken_for_fast_ones():
+    first, second = (Stream({}, text="a", first_s=seconds, last_s=seconds) for seconds in (1.0, 3.0))
+
+    assert times_of([first, second, first])["ttft_p50_s"] == 1.0
+    assert times_of([first, second, first])["ttft_p95_s"] == 3.0
+    assert times_of([])["ttft_p50_s"] is None
+
+
+def test_an_engine_is_fitted_to_what_another_one_has_shown():
+    prefills = [(new, cached, 0.02 + 1e-4 * new + 1e-6 * cached) for new, cached in fit.PROMPTS + fit.HITS]
+    decodes = [(batch, context, 0.01 + 1e-3 * batch) for batch in fit.BATCHES for context in fit.CONTEXTS]
+    guess, *errors = fit.fitted(prefills, decodes)
+    shown = [(load, fit.simulated(guess, load)) for load in fit.training(guess).values()]
+
+    found, off = fit.searched(guess, shown, [*fit.isolated(prefills, decodes)], tries=2)
+    judged = {
+        name: (fit.simulated(guess, load), fit.simulated(found, load)) for name, load in fit.held_out(guess).items()
+    }
+
+    assert max(errors) < 0.1
+    assert off < 0.1
+    assert "bursts of 4 prompts" in fit.page(judged)
+
+
+@pytest.mark.processes
+@pytest.mark.slow  # a process each
+@pytest.mark.parametrize(
+    "command", [("instructions", "--calls", "short", "push"), ("feature_instructions", "--play", "all, ids")]
+)
+def test_requests_whose_instructions_are_counted_are_served(command):
+    """Without valgrind, which takes minutes; anything but the right answer ends the program."""
+    name, *arguments = command
+
+    done = subprocess.run([sys.executable, "-m", f"benchmarks.router.{name}", *arguments], cwd=page.ROOT, check=False)
+
+    assert done.returncode == 0
+
+
+@pytest.mark.processes
+@pytest.mark.slow  # a router, engines and a load generator in processes of their own
+@pytest.mark.parametrize("router", [None, "plain", "toy"])
+def test_a_router_is_measured(router):
+    plan = {"seconds": 0.3, "warm": 8}
+
+    found = trial.run(trial.apart(), CONTESTANTS.get(router), "short", plan, {})
+
+    assert not found["faults"]
+    assert found["done"] == found["first"]["count"] > 0

@@ -37,6 +37,9 @@ LOGS = ROOT / ".pdrelay/logs/bench"
 NORMAL = "normal"
 RESTART = "restart"
 EVICTIONS = "evictions"
+CHATS, TURNS = 50, 8  # chats in the phase normal; the others have some of them
+QUICK_CHATS, QUICK_TURNS = 6, 4
+ENGINES = {"prefill": 2, "decode": 2}
 ENGINE_S, PHASE_S = 300, 300  # the most that starting engines, and a phase, may take
 AT_ONCE = 4  # requests
 # times as many chats go on at a time as fit into an engine's cache, but all that there are if all
@@ -66,23 +69,13 @@ def main():
 
 
 def arguments():
-    parser = page.parser_of(__doc__, "6 chats of 4 turns")
-    parser.add_argument(
-        "--chats", type=int, help="in the phase normal; the others have some of them (50)"
-    )
-    parser.add_argument("--turns", type=int, help="of each chat (8)")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill engines (2)")
-    parser.add_argument("--decode", type=int, default=2, help="decode engines (2)")
-    parser.add_argument(
-        "--cache-blocks", type=int, help="of each engine in the phase evictions (a tenth of all)"
-    )
+    parser = page.parser_of(__doc__, f"{QUICK_CHATS} chats of {QUICK_TURNS} turns")
     parser.add_argument(
         "--policies", default=";".join(USUAL), help="names of configurations, separated by ';'"
     )
     parser.add_argument("--phases", default=",".join(SHARE), help="separated by ','")
     args = parser.parse_args()
-    args.chats = args.chats or (6 if args.quick else 50)
-    args.turns = args.turns or (4 if args.quick else 8)
+    args.chats, args.turns = (QUICK_CHATS, QUICK_TURNS) if args.quick else (CHATS, TURNS)
     args.policies, args.phases = args.policies.split(";"), args.phases.split(",")
     if set(args.policies) - set(ROUTERS) or set(args.phases) - set(SHARE):
         parser.error(f"policies are some of {list(ROUTERS)}, and phases some of {list(SHARE)}")
@@ -90,13 +83,7 @@ def arguments():
 
 
 def settings_of(args):
-    names = ("chats", "turns", "prefill", "decode")
-    return {
-        "at_once": AT_ONCE,
-        "evicted": EVICTED,
-        "think_s": THINK_S,
-        **{name: getattr(args, name) for name in names},
-    }
+    return {"at_once": AT_ONCE, "chats": args.chats, "turns": args.turns, **ENGINES}
 
 
 def measured(args):
@@ -119,18 +106,17 @@ def measured(args):
             )
         )
         fleet.stop(child)
-        shape = {"prefill": args.prefill, "decode": args.decode}
         roomy = [phase for phase in args.phases if phase != EVICTIONS]
         if roomy:
             most = max(working_set(chats[phase], args.policies) for phase in roomy)
-            with engines_of(fleet, model, folder, **shape, blocks=2 * most) as engines:
+            with engines_of(fleet, model, folder, **ENGINES, blocks=2 * most) as engines:
                 for phase in roomy:
                     seen[phase] = in_phase(
                         phase, fleet, engines, words, chats[phase], args.policies
                     )
         if EVICTIONS in args.phases:
-            blocks = args.cache_blocks or small_cache(chats[EVICTIONS], args.policies)
-            with engines_of(fleet, model, folder, **shape, blocks=blocks) as engines:
+            blocks = small_cache(chats[EVICTIONS], args.policies)
+            with engines_of(fleet, model, folder, **ENGINES, blocks=blocks) as engines:
                 seen[EVICTIONS] = in_phase(
                     EVICTIONS, fleet, engines, words, chats[EVICTIONS], args.policies
                 )

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
-from tokenizers import Tokenizer
+
+from support.words import one_token_words
 
 FIRST, LATER = 260, 60  # words of the first question and of later ones; a word is a token
 ANSWER = 24  # tokens
@@ -71,15 +72,7 @@ class Words:
     """
 
     def __init__(self, model):
-        tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
-        texts = {token: tokens.decode([token]) for token in range(tokens.get_vocab_size())}
-        self.texts = {
-            token: text
-            for token, text in texts.items()
-            if text[:1] == " "
-            and text[1:].isalpha()
-            and tokens.encode(text, add_special_tokens=False).ids == [token]
-        }
+        self.texts = one_token_words(model)
 
     def chats(self, count, turns, *, seed):
         """Return chats that nobody has answered yet."""

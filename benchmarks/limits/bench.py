@@ -38,6 +38,7 @@ from support.router_kind import said
 FULL = {"legs": 24, "reads": 20, "routed": 60}
 QUICK = {"legs": 4, "reads": 4, "routed": 10}
 PREFILL, ROUTED = 1024, 256  # tokens of a prompt
+TURNS = 5  # in which requests through the router, and by hand, are sent
 CONNECTORS = (PULL, NIXL_PULL)
 AT_ONCE = """The floor of the path: a connector that loads nothing, and says in the step of the order that it has.
 VLLM makes a step
@@ -172,19 +173,20 @@ def idle(pids):
 
 @contextmanager
 def cpu_of(found, **leaders):
-    """Note the CPU seconds that process groups, and this process, use during the block."""
+    """Add the CPU seconds that process groups, and this process, use during the block."""
     before = {name: sum(map(cpu_seconds, pids)) for name, pids in leaders.items()}
     own = time.process_time()
     yield
-    found["client"] = time.process_time() - own
-    found |= {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in leaders.items()}
+    used = {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in leaders.items()}
+    for name, seconds in (used | {"client": time.process_time() - own}).items():
+        found[name] = found.get(name, 0.0) + seconds
 
 
 def routed(pair, prompt, count):
     """Measure what a router costs: its CPU beside that of engines and client, and its time beside
     both legs by hand.
     """
-    found = {}
+    found = {"first": [], "by hand": []}
     with open_fleet(LOGS) as fleet, httpx.Client(timeout=60, trust_env=False) as http:
         command = router_command("limits", [pair.p], [pair.d])
         router = fleet.start(command)
@@ -200,19 +202,24 @@ def routed(pair, prompt, count):
                 "stream": True,
             }
             began = time.monotonic()
-            first = None
+            times = []
+            text = b""
             with http.stream("POST", url, json=body) as answer:
                 answer.raise_for_status()
-                for _ in answer.iter_bytes():
-                    first = first or time.monotonic() - began
-            return first
+                for piece in answer.iter_bytes():
+                    times.append(time.monotonic() - began)
+                    text += piece
+            if not text.endswith(b"data: [DONE]\n\n") or b'"error"' in text:
+                raise RuntimeError(f"the router answers {text.decode()}")
+            return times[0]
 
         for _ in range(5):
             ask()
-        with cpu_of(found, router=(router.pid,), engines=pair.pids):
-            found["first"] = [ask() for _ in range(count)]
-        sent = [pair.send(prompt(ROUTED)) for _ in range(count)]
-        found["by hand"] = [each.first_token - each.start for each in sent]
+        for _ in range(TURNS):
+            with cpu_of(found, router=(router.pid,), engines=pair.pids):
+                found["first"] += [ask() for _ in range(count // TURNS)]
+            sent = [pair.send(prompt(ROUTED)) for _ in range(count // TURNS)]
+            found["by hand"] += [each.first_token - each.start for each in sent]
     return found
 
 

@@ -41,6 +41,8 @@ CONTROLLED = {"auto": 1, "wrong": 1, "killed": 2, "doubled": 2}  # routers
 ROWS = (*SPLITS, *CONTROLLED)
 FIRST = {"wrong": 2}  # prefill engines at first, where that is not 1
 ENGINES, ENGINE_S = 3, 300
+HALF_S, QUICK_HALF_S = 180, 20
+AT_ONCE = 3  # rows at the same time, each with its engines
 TTFT_S, ITL_S = 4.0, 0.08
 # Seconds: of a step, of a prompt token, of a stream. So a prompt of 1,500 tokens takes 0.9 s, in
 # three steps, and an engine makes 125 tokens a second with 10 streams, at the target between
@@ -79,22 +81,14 @@ def main():
 
 
 def arguments():
-    parser = page.parser_of(__doc__, "halves of 20 seconds")
-    parser.add_argument("--seconds", type=float, help="of each half (180)")
-    parser.add_argument(
-        "--at-once", type=int, default=3, help="rows at the same time, each with its engines (3)"
-    )
+    parser = page.parser_of(__doc__, f"halves of {QUICK_HALF_S} seconds")
     parser.add_argument(
         "--more", action="store_true", help="keep the rows that are in the file already"
     )
-    parser.add_argument(
-        "--rows",
-        default=",".join(ROWS),
-        help="separated by ','; none: only what a single engine says (all)",
-    )
+    parser.add_argument("--rows", default=",".join(ROWS), help="separated by ',' (all)")
     args = parser.parse_args()
-    args.seconds = args.seconds or (20 if args.quick else 180)
-    args.rows = args.rows.split(",") if args.rows else []
+    args.seconds = QUICK_HALF_S if args.quick else HALF_S
+    args.rows = args.rows.split(",")
     if set(args.rows) - set(ROWS):
         parser.error(f"rows are some of {list(ROWS)}")
     return args
@@ -115,10 +109,8 @@ def measured(args):
     ensure_model(model)
     with open_fleet(LOGS) as fleet, tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         expected = right_answers(fleet, model, trace)
-        for at in range(0, len(args.rows), args.at_once):
-            rows = [
-                Row(name, fleet, model, Path(folder)) for name in args.rows[at : at + args.at_once]
-            ]
+        for at in range(0, len(args.rows), AT_ONCE):
+            rows = [Row(name, fleet, model, Path(folder)) for name in args.rows[at : at + AT_ONCE]]
             try:
                 for row in rows:
                     row.start()
@@ -158,6 +150,17 @@ def right_answers(fleet, model, trace):
         json.dumps([{"text": one.text, "usage": one.usage, "finish": one.finish} for one in found])
     )
     return found
+
+
+def times_of(streams):
+    """Return the times of streams that were right: one that failed has none."""
+    firsts = [one.first_s for one in streams]
+    gaps = [one.itl_s for one in streams]
+    return {
+        f"{what}_p{share}_s": page.quantile(values, share / 100) if values else None
+        for what, values in (("ttft", firsts), ("itl", gaps))
+        for share in (50, 95)
+    }
 
 
 async def played(rows, trace):
@@ -248,15 +251,12 @@ class Row:
         halves = {}
         for half in HALVES:
             own = [n for n, asked in enumerate(trace) if asked.half is half]
-            firsts, gaps = (
-                sorted(get(streams[n]) for n in own)
-                for get in (lambda s: s.first_s, lambda s: s.itl_s)
-            )
+            right = [streams[n] for n in own if verdicts[n] == "right"]
             halves[half.name] = {
-                "requests": len(own), "good": sum(good[n] for n in own), "ttft_p50_s": firsts[len(own) // 2],
-                "ttft_p95_s": firsts[int(len(own) * 0.95)], "itl_p50_s": gaps[len(own) // 2],
-                "itl_p95_s": gaps[int(len(own) * 0.95)],
-            }  # fmt: skip
+                "requests": len(own),
+                "good": sum(good[n] for n in own),
+                **times_of(right),
+            }
         wrong = [
             one
             for one, stream in zip(verdicts, streams, strict=True)

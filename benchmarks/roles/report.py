@@ -101,14 +101,26 @@ def _verdict(rows, best):
 
 
 def _times(seen):
+    columns = [
+        (half.name, f"{what}_{which}_s", form, scale)
+        for what, form, scale in (("ttft", "{:.2f}", 1), ("itl", "{:.0f}", 1e3))
+        for half in HALVES
+        for which in ("p50", "p95")
+    ]
     cells = [
-        [name, *[f"{row['halves'][half.name][key]:.2f}" for half in HALVES for key in ("ttft_p50_s", "ttft_p95_s")],
-         *[f"{row['halves'][half.name][key] * 1e3:.0f}" for half in HALVES for key in ("itl_p50_s", "itl_p95_s")]]
+        [
+            name,
+            *(_time(row["halves"][half][key], form, scale) for half, key, form, scale in columns),
+        ]
         for name, row in _ordered(seen["rows"])
-    ]  # fmt: skip
+    ]
     heads = [""] + [f"{what}, {half.name}, {which}" for what in ("TTFT s", "ITL ms") for half in HALVES
                     for which in ("p50", "p95")]  # fmt: skip
     return f"## Times\n\n{table(heads, cells)}"
+
+
+def _time(seconds, form, scale):
+    return "-" if seconds is None else form.format(seconds * scale)
 
 
 def _turns(seen):

@@ -170,7 +170,8 @@ class WholeLines:
             AnswerRefused: a line is too long, or has parameters that cannot be removed.
             EngineError: the stream ends with an answer that the engine has given up.
         """
-        if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
+        if chunk and chunk[-1] == _NEWLINE and not self._rest and _RETURN not in chunk:
+            # nearly always
             passing = chunk
         else:
             passing = self._whole_lines(chunk)

@@ -74,6 +74,15 @@ def test_every_legal_framing_is_complete(size, ending, space, last, behind):
     assert not lines.erred
 
 
+def test_the_lines_of_an_event_may_end_in_different_ways():
+    """As one that a proxy has put together: a good answer would end with an error."""
+    lines = WholeLines("d0")
+    passed = lines.feed(b"event: message_stop\rdata: {}\n\n")
+
+    assert passed == b"event: message_stop\ndata: {}\n\n"
+    assert lines.finish() == (b"", True)
+
+
 def test_a_line_that_ends_with_a_carriage_return_passes_at_once():
     """Its event is complete: the client of a slow stream would wait for the next token."""
     lines = WholeLines("d0")

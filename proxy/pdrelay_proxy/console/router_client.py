@@ -13,7 +13,8 @@ import httpx
 
 from pdrelay_proxy.console.port_owners import port_owners, why_not_of
 from pdrelay_proxy.console.router_access import read_access
-from pdrelay_proxy.console.tables import in_lines, printable, shortened
+from pdrelay_proxy.console.tables import in_lines, printable
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.files import LOCAL_KEY_FILE

@@ -5,7 +5,6 @@ from typing import Any, Final, cast
 
 from pdrelay_proxy.core.one_line import one_line
 
-_LONGEST: Final = 500  # characters of a server's text in an error
 # columns; a longer cell sticks out without widening the others: a server may send a million rows
 _WIDEST: Final = 100
 
@@ -31,11 +30,6 @@ def in_lines(value_read: Any) -> Any:  # noqa: ANN401 (any JSON)
             }
         case _:
             return value_read
-
-
-def shortened(text: str) -> str:
-    """Cut a text that a server may have written at length."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def widths_of(rows: Sequence[Sequence[str]]) -> Sequence[int]:

@@ -1,5 +1,5 @@
-"""Texts of engines, pods and clients on one line: a line break in one must not look like a new line
-of a log.
+"""Texts of engines, pods and clients in messages: on one line, for a line break in one must not
+look like a new line of a log, and no longer than a message has room for.
 """
 
 import re
@@ -15,6 +15,11 @@ _ODD: Final = re.compile(
 def one_line(text: str) -> str:
     r"""Return a text with escapes in place of what would break or bend its line, as \n."""
     return text if text.isprintable() else _ODD.sub(_escaped, text)
+
+
+def shortened(text: str, most: int = 500) -> str:
+    """Cut a text that somebody else may have written at length."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _escaped(match: re.Match[str]) -> str:

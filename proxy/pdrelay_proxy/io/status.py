@@ -8,6 +8,7 @@ from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
@@ -17,7 +18,8 @@ from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60
-_ID_SHOWN: Final = 13  # characters: "pdrelay-" and eight digits
+# characters of an id, enough to find it in the log: "pdrelay-" and eight digits
+_ID_SHOWN: Final = 13
 _AT_ONCE: Final = 6  # engines in one step
 
 
@@ -155,7 +157,12 @@ class Status:
                 admission.waiting, admission.admitted, sum(admission.refused.values())
             ),
             failures=[
-                Failed(now - failure.at, _short(failure.request), failure.where, failure.reason)
+                Failed(
+                    now - failure.at,
+                    shortened(failure.request, _ID_SHOWN),
+                    failure.where,
+                    failure.reason,
+                )
                 for failure in recent.failures
             ],
         )
@@ -190,8 +197,3 @@ def _engine(member: Member, recent: RecentStats, in_flight: int, *, now: float) 
         failed=0 if legs is None else legs.last(SPAN_S, now=now).failed,
         answer_s=None if answers is None else answers.last(SPAN_S, now=now).mean,
     )
-
-
-def _short(request: str) -> str:
-    """Return the beginning of an id: enough to find it in the log, and not the id itself."""
-    return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."

@@ -14,7 +14,8 @@ from typing import Final
 from pdrelay_proxy.console.flag_values import server_url, whole_number
 from pdrelay_proxy.console.router_access import ROUTER_VARIABLE
 from pdrelay_proxy.console.router_client import CommandFailed
-from pdrelay_proxy.console.tables import in_lines, printable, shortened
+from pdrelay_proxy.console.tables import in_lines, printable
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.chat.chat_client import KEY_VARIABLE, ChatClient, ChatTurn, Message
 from pdrelay_tools.chat.kv_meter import KvMeter

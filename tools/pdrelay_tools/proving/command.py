@@ -19,10 +19,11 @@ from types import FrameType
 from typing import Final
 
 from pdrelay_proxy.console.flag_values import seconds, server_url, whole_number
-from pdrelay_proxy.console.tables import printable, shortened
+from pdrelay_proxy.console.tables import printable
 from pdrelay_proxy.core.address import dns_name
 from pdrelay_proxy.core.admission.keys import outbound_key
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
 from pdrelay_tools.end_signals import on_end_signals

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import Final
 
 from pdrelay_proxy.console.flag_values import seconds
-from pdrelay_proxy.console.tables import printable, shortened
-from pdrelay_proxy.core.one_line import one_line
+from pdrelay_proxy.console.tables import printable
+from pdrelay_proxy.core.one_line import one_line, shortened
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.options import add_flags, serve_settings
 from pdrelay_proxy.settings import Settings

@@ -7,6 +7,7 @@ from typing import Final
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member_table import MemberTable
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.errors import BadRequest
 
 _NAME_MOST: Final = 100  # characters of one model's name in a message
@@ -137,4 +138,4 @@ def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
 
 def clipped(name: str) -> str:
     """Return as much of a model's name as a message has room for."""
-    return name if len(name) <= _NAME_MOST else name[:_NAME_MOST] + "..."
+    return shortened(name, _NAME_MOST)

@@ -11,6 +11,7 @@ import ipaddress
 import re
 from typing import Final
 
+from pdrelay_proxy.core.http.framing import shown_text
 from pdrelay_proxy.core.model import Headers
 from pdrelay_proxy.errors import ConfigError, CrossSite, Misdirected
 from pdrelay_proxy.settings import Settings
@@ -50,7 +51,7 @@ class Sites:
         for name, value in headers:
             if name == b"host" and not self.admits(value, has_keys=has_keys):
                 raise Misdirected(
-                    f"this router is not {value[:100].decode('latin-1')!r}: ask it by its address, "
+                    f"this router is not {shown_text(value)}: ask it by its address, "
                     "or name the host in allowed_hosts"
                 )
         if not has_keys and method not in _READING:

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.core.protocol.object_scan import without_name
 from pdrelay_proxy.core.raw_json import NotJson, decode, maybe, value_at
 from pdrelay_proxy.errors import AnswerRefused, EngineError
@@ -67,7 +68,7 @@ def check_type(engine: str, content_type: bytes) -> None:
     ):
         shown = content_type.decode("latin-1") or "none"
         raise EngineError(
-            f"{engine} answered with the content type {shown[:100]!r}, which is not passed on"
+            f"{engine} answered with the content type {shortened(shown, 100)!r}, which is not passed on"
         )
 
 

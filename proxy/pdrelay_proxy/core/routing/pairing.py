@@ -59,7 +59,7 @@ class HolderPolicy(Protocol):
         ...
 
 
-class WeighingPolicy(PairPolicy, Protocol):
+class WeighingPolicy(PairPolicy, HolderPolicy, Protocol):
     """A choice that knows what engines would take, and so whether one is faster than two."""
 
     def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
@@ -69,10 +69,6 @@ class WeighingPolicy(PairPolicy, Protocol):
     def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
         """Tell whether the engine that ``choose`` returns next is faster than any pair."""
         ...
-
-
-class CacheWeighingPolicy(WeighingPolicy, HolderPolicy, Protocol):
-    """One that also goes by what decode engines have in their caches."""
 
 
 @dataclass(frozen=True, slots=True)

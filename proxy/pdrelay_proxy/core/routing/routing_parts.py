@@ -9,7 +9,7 @@ from pdrelay_proxy.core.model import Instance, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReports
 from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
-from pdrelay_proxy.core.routing.pairing import CacheWeighingPolicy
+from pdrelay_proxy.core.routing.pairing import WeighingPolicy
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 
@@ -27,7 +27,7 @@ class Weighing:
     # nobody wants to know.
     spares: Callable[[Instance, RoutingHints], bool] | None
     # chooses both engines; None: the policies of the two legs do
-    policy: CacheWeighingPolicy | None = None
+    policy: WeighingPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
+from pdrelay_proxy.core.one_line import shortened
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
@@ -292,7 +293,7 @@ class Telemetry:
                 "is put in its place. "
                 "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
                 prefill.id,
-                named[:100],
+                shortened(named, 100),
                 prefill.address.host,
             )
         self._counters.unreachable_hosts[(prefill.id,)] += 1

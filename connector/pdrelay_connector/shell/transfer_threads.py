@@ -43,13 +43,18 @@ class TransferThreads:
 
     reader: ReaderThread | None = None  # in push with return_kv only
     writer: WriterThread | None = None  # only in push; where both are, they are one
-    copiers: list[Runner[StagingWorker] | ThreadCopier] = field(
-        default_factory=list[Runner[StagingWorker] | ThreadCopier]
-    )
+    stager: Runner[StagingWorker] | None = None  # copies for other engines
+    copiers: list[ThreadCopier] = field(default_factory=list[ThreadCopier])
+
+    def check(self) -> None:
+        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if a thread has died."""
+        for thread in (self.reader, self.writer, self.stager):
+            if thread is not None:
+                thread.check()
 
     def stop(self) -> None:
         """End the threads."""
-        for thread in (self.reader, self.writer, *self.copiers):
+        for thread in (self.reader, self.writer, self.stager, *self.copiers):
             if thread is not None:  # one that reads and writes is stopped twice
                 thread.stop()
 
@@ -196,9 +201,8 @@ class TransferThreadStarter:
             scheduler_endpoint=self._scheduler,
             hello=WorkerHello(role.info.worker, self._token, receives_pushes),
         )
-        runner = Runner("pdrelay-stager", stager, link)
-        self._threads.copiers.append(runner)
-        runner.start()
+        self._threads.stager = Runner("pdrelay-stager", stager, link)
+        self._threads.stager.start()
 
     def _host_buffer(self, buffer: StagingBuffer, link: SocketLink) -> HostBuffer[OwnerT]:
         return HostBuffer(Slots[OwnerT](buffer.slots), self._copier(buffer, link))

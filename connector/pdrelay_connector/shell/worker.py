@@ -264,8 +264,7 @@ class PDRelayConnectorWorker:
         A step without tokens waits ``idle_wait`` for a load that is under way: without the wait
         vLLM steps in a busy loop, on a core that the transfer needs.
         """
-        if self._loading and self._threads.reader is not None:
-            self._threads.reader.check()
+        self._threads.check()
         if (
             self._loading
             and self._idle
@@ -273,8 +272,6 @@ class PDRelayConnectorWorker:
             and not self._outbox
         ):
             self._outbox.wait(self._settings.idle_wait)
-        if self._threads.writer is not None:
-            self._threads.writer.check()
         results = KVConnectorTransferResults()
         for news in self._outbox.take_items():
             match ended := self._loading.take(news):

@@ -89,15 +89,6 @@ def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
     assert worker.build_connector_worker_meta() is None
 
 
-def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
-    """It would hang its request for ever, in silence, until another one is to be loaded."""
-    load(worker, "a")
-    worker._threads.reader.dead = True
-
-    with pytest.raises(ConnectorError, match="died"):
-        worker.get_transfer_results()
-
-
 def test_loads_fail_when_a_call_of_nixl_does_not_return(worker, caplog):
     """Nothing else would end them. What the call may still write into is nobody's until it is over."""
     load(worker, "a", "b")
@@ -206,10 +197,12 @@ def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):
         offer(worker, "a")
 
 
-def test_a_writer_that_has_died_stops_the_engine(worker):
-    """Its decode engines would wait for ever."""
-    worker._threads.writer = Thread()
-    worker._threads.writer.dead = True
+@pytest.mark.parametrize("name", ["reader", "writer", "stager"])
+def test_a_thread_that_has_died_stops_the_engine(worker, name):
+    """Loads of this engine or of others would wait for it, in silence."""
+    thread = Thread()
+    thread.dead = True
+    setattr(worker._threads, name, thread)
 
     with pytest.raises(ConnectorError, match="died"):
         worker.get_transfer_results()

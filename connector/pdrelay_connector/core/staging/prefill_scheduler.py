@@ -8,7 +8,6 @@ use while a worker copies into them.
 
 import itertools
 from collections.abc import Hashable, Iterable
-from math import inf
 from typing import TypeVar
 
 from pdrelay_connector.core.counters import Counters
@@ -76,7 +75,7 @@ class StagingCoordinator:
         # those that may have a rank there
         self._by_conn: dict[ConnId, dict[StagedReadId, None]] = {}
         self._parts: dict[PartId, StagedPart] = {}  # all that are not over
-        self._deadlines: Deadlines[PartId] = Deadlines()
+        self._deadlines: Deadlines[PartId] = Deadlines()  # of those GATHERING and STAGED
 
     def __len__(self) -> int:
         return len(self._reads) + len(self._parts)
@@ -92,7 +91,6 @@ class StagingCoordinator:
                 self._lost(conn)
             case _:
                 pass
-        self._give_room()
 
     def released(self, ended: Iterable[LeaseEnded]) -> None:
         """Release the staged parts of leases that are over."""
@@ -113,9 +111,7 @@ class StagingCoordinator:
                 self._end(
                     part, f"only {len(part.ranks)} of {part.order.ranks} ranks asked for it in time"
                 )
-            else:
-                part.until = inf
-                # so that the fence tells what became of its slots
+            else:  # so that the fence tells what became of its slots
                 self._lease_manager.drop([part.order.request])
         self._give_room()
         return self._deadlines.next()
@@ -128,11 +124,6 @@ class StagingCoordinator:
     def is_reading(self, request: RequestId) -> bool:
         """Whether a decode engine reads parts of a request, or asks for them."""
         return request in self._by_request
-
-    def _set_deadline(self, part: StagedPart, until: float) -> None:
-        """Give a part so much time."""
-        part.until = until
-        self._deadlines.set(part.number, until)
 
     def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
@@ -155,12 +146,8 @@ class StagingCoordinator:
         self._lease_manager.on_connection_lost(conn)
         self._workers.remove(conn)
         for key in list(self._by_conn.get(conn, ())):
-            read = self._reads.get(key)
-            for rank in (
-                [rank for rank, its in read.ranks.items() if its == conn]
-                if read is not None
-                else ()
-            ):
+            ranks = self._reads[key].ranks
+            for rank in [rank for rank, its in ranks.items() if its == conn]:
                 self._drop_rank(key, rank, f"the connection of its rank {rank} is lost")
 
     # ---- decode engines
@@ -194,13 +181,13 @@ class StagingCoordinator:
         part.ranks[order.rank] = conn
         if len(part.ranks) == order.ranks:
             part.on(PartEvent.COMPLETE)
-            self._set_deadline(part, inf)
+            self._deadlines.discard(part.number)
             self._slots.enqueue(part.number, [len(blocks) for blocks in order.groups])
 
     def _open(self, order: StagePart, read: StagedRead, now: float) -> StagedPart:
-        part = StagedPart(next(self._numbers), order, now + self._read_timeout)
+        part = StagedPart(next(self._numbers), order)
         read.parts[order.part] = self._parts[part.number] = part
-        self._set_deadline(part, part.until)
+        self._deadlines.set(part.number, now + self._read_timeout)
         return part
 
     def _objection(self, conn: ConnId, order: StagePart, read: StagedRead) -> str:
@@ -232,8 +219,7 @@ class StagingCoordinator:
 
     def _drop_rank(self, key: StagedReadId, rank: int, reason: str) -> None:
         """A rank has stopped: the others get no further parts, but may read the staged one."""
-        if (read := self._reads.get(key)) is None:
-            return
+        read = self._reads[key]
         read.broken = reason
         for part in list(read.parts.values()):
             if part.state is PartState.STAGED:
@@ -259,8 +245,8 @@ class StagingCoordinator:
             for conn in part.ranks.values():
                 self._link.send(conn, PartRefused(order.reader, order.part, reason[:MAX_REASON]))
         part.on(PartEvent.ENDED)
-        self._set_deadline(part, inf)
-        del self._reads[part.read_id].parts[order.part]
+        self._deadlines.discard(part.number)
+        del self._reads[StagedReadId(order.request, order.reader)].parts[order.part]
         self._free_if_drained(part)
 
     def _free_if_drained(self, part: StagedPart) -> None:
@@ -303,7 +289,7 @@ class StagingCoordinator:
             self._end(part, f"rank {worker} could not copy it: {reason}")
         elif not part.copying:
             part.on(PartEvent.COPIED)
-            self._set_deadline(part, now + self._read_timeout)
+            self._deadlines.set(part.number, now + self._read_timeout)
             for conn in part.ranks.values():
                 self._link.send(conn, PartStaged(part.order.reader, part.order.part, part.slots))
 

@@ -55,18 +55,12 @@ class StagedPart:
 
     number: PartId  # ours, over all readers
     order: StagePart  # the first rank's
-    until: float  # GATHERING or STAGED: when that must be over
     state: PartState = PartState.GATHERING
     # who has asked, and not gone on
     ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])
     slots: GroupSlots = ()
     # our ranks that have not said that they are done
     copying: set[int] = field(default_factory=set[int])
-
-    @property
-    def read_id(self) -> StagedReadId:
-        """The owner of a part."""
-        return StagedReadId(self.order.request, self.order.reader)
 
     def on(self, event: PartEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""

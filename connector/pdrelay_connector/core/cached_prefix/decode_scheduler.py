@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, ConnId, RequestId
 from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
-from pdrelay_connector.core.messages import FindPrefix, PrefixFound, Reachable
+from pdrelay_connector.core.messages import MAX_FOUND, FindPrefix, PrefixFound, Reachable
 from pdrelay_connector.core.ports import Link
 
 MAX_OPEN: Final = 256  # unanswered questions; more are refused
@@ -96,7 +96,7 @@ class PrefixLender:
                 first.hashes.extend(piece)
             else:
                 self._hashing.popleft()
-                self._lookups.append(PrefixLookup(first.question, first.hashes))
+                self._lookups.append(PrefixLookup(first.question, first.hashes[:MAX_FOUND]))
         return now if self._hashing else None
 
     def lend(self, question: Question, lease: RequestId, *, now: float) -> None:

@@ -70,6 +70,21 @@ class _Search:
             TRANSITIONS, self.state, event, f"the search for {self.question.request}"
         )
 
+    def params(self, answer: PrefixFound) -> PullParams | None:
+        """Return from where to load what was found; None: nothing, or more than was asked for."""
+        tokens = len(answer.blocks) * answer.block_size
+        if not answer.lease or not 0 < tokens <= len(self.question.tokens) // 4:
+            return None
+        return PullParams(
+            remote_engine_id=self.engine,
+            remote_request_id=answer.lease,
+            remote_host=self.address.host,
+            remote_port=self.address.port,
+            remote_block_ids=(answer.blocks,),
+            remote_num_tokens=tokens,
+            pdrelay_block_sizes=(answer.block_size,),
+        )
+
 
 @dataclass(slots=True)
 class _DecodeEngine:
@@ -167,33 +182,20 @@ class PrefixFinder:
 
     def answered(self, conn: ConnId, answer: PrefixFound) -> None:
         """Handle an answer; a lease without a waiting search is dropped."""
-        search = self._searches.get(answer.request)
+        search = self._asked(conn, answer.request)
+        params = search.params(answer) if search is not None else None
+        if params is None and answer.lease:
+            self._link.send(conn, DropLeases((answer.lease,)))
+        if search is not None:
+            self._end(search, params)
+
+    def _asked(self, conn: ConnId, request: RequestId) -> _Search | None:
+        """Return the search that an engine answers; None: it is over, or another engine's."""
+        search = self._searches.get(request)
         peer = self._peers.find(conn)
-        if (
-            search is None
-            or peer is None
-            or peer.engine != search.engine
-            or search.state is not SearchState.ASKED
-        ):
-            if answer.lease:
-                self._link.send(conn, DropLeases((answer.lease,)))
-            return
-        tokens = len(answer.blocks) * answer.block_size
-        if tokens == 0 or tokens > len(search.question.tokens) // 4 or not answer.lease:
-            if answer.lease:
-                self._link.send(conn, DropLeases((answer.lease,)))
-            self._end(search, None)
-            return
-        params = PullParams(
-            remote_engine_id=search.engine,
-            remote_request_id=answer.lease,
-            remote_host=search.address.host,
-            remote_port=search.address.port,
-            remote_block_ids=(answer.blocks,),
-            remote_num_tokens=tokens,
-            pdrelay_block_sizes=(answer.block_size,),
-        )
-        self._end(search, params)
+        if search is None or peer is None or peer.engine != search.engine:
+            return None
+        return search if search.state is SearchState.ASKED else None
 
     def advance(self, *, now: float) -> float | None:
         """End the searches that take too long; return when to be called again at the latest."""

@@ -6,7 +6,7 @@ from pdrelay_connector.core.cached_prefix.decode_scheduler import MAX_OPEN, Ques
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PAUSE, TRANSITIONS, SearchEvent, SearchState
 from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
-from pdrelay_connector.core.messages import PROTOCOL, Challenge, FindPrefix, PrefixFound, Reachable
+from pdrelay_connector.core.messages import MAX_FOUND, PROTOCOL, Challenge, FindPrefix, PrefixFound, Reachable
 from pdrelay_connector.core.ports import MessageReceived
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE
 from support.returning import SEARCH, ReturningWorld, chain, pack
@@ -236,6 +236,16 @@ def test_a_long_prompt_keeps_nobody_from_being_heard(world):
     assert lease in world.d.pinned
     assert world.d.leases.next_expiry() > before
     assert world.d.control.advance(now=world.now) == world.now
+
+
+def test_no_more_blocks_are_looked_up_than_an_answer_can_name(world):
+    """Where a block is one token (MLA on ROCm), P closed the connection over a longer answer, and lost its leases."""
+    world.d.lender._hash_blocks = lambda message: iter([[b"hash"] * (MAX_FOUND + 1)])
+    world.p.search("r", [*PROMPT, 99], None, world.d, now=world.now)
+    world.run()
+    ((_, hashes),) = world.d.wanted
+
+    assert len(hashes) == MAX_FOUND
 
 
 def test_a_prompt_is_hashed_no_further_once_its_connection_has_closed(world):

@@ -15,7 +15,6 @@ from pdrelay_connector.core.layout.transfer_plan import Spans
 from pdrelay_connector.core.ports import Copier, TransferAgent, XferOutcome
 
 StepOwnerT = TypeVar("StepOwnerT", bound=Hashable)
-StepT = TypeVar("StepT", XferId, CopyId)
 
 POLL_INTERVAL: Final = 0.0004  # s between polls of NIXL while something is read or written
 # s between polls while only cancelled transfers are in flight
@@ -36,7 +35,10 @@ class _Steps:
     """The steps in flight of one owner."""
 
     xfers: set[XferId] = field(default_factory=set[XferId])
-    copies: set[CopyId] = field(default_factory=set[CopyId])
+    copies: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.xfers or self.copies)
 
 
 class Transfers(Generic[StepOwnerT]):
@@ -49,9 +51,9 @@ class Transfers(Generic[StepOwnerT]):
         self._copier = copier  # absent unless KV goes through host memory
         self._counters = counters
         self._steps: dict[StepOwnerT, _Steps] = {}
-        self._by_xfer: dict[XferId, StepOwnerT] = {}
-        self._peers: dict[XferId, str] = {}  # id of the engine at the other end
-        self._by_copy: dict[CopyId, StepOwnerT] = {}
+        # with the id of the engine at the other end
+        self._xfers: dict[XferId, tuple[StepOwnerT, str]] = {}
+        self._copies: dict[CopyId, StepOwnerT] = {}
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -82,8 +84,8 @@ class Transfers(Generic[StepOwnerT]):
 
     def add_copy(self, owner: StepOwnerT, copy: CopyId) -> None:
         """Wait for a copy that the copier has been given."""
-        self._steps.setdefault(owner, _Steps()).copies.add(copy)
-        self._by_copy[copy] = owner
+        self._steps.setdefault(owner, _Steps()).copies += 1
+        self._copies[copy] = owner
 
     def cancel(self, owner: StepOwnerT) -> None:
         """Cancel an owner's reads and writes.
@@ -97,9 +99,9 @@ class Transfers(Generic[StepOwnerT]):
     def poll(self) -> Iterator[StepEnded[StepOwnerT]]:
         """Yield the steps that have ended since the last call: NIXL's first, then copies."""
         for ended in self._transfer_agent.poll():
-            owner = self._by_xfer.pop(ended.xfer)
-            peer = self._peers.pop(ended.xfer)
-            self._remove(owner, self._steps[owner].xfers, ended.xfer)
+            owner, peer = self._xfers.pop(ended.xfer)
+            self._steps[owner].xfers.remove(ended.xfer)
+            self._forget_if_over(owner)
             if ended.outcome is XferOutcome.DONE:
                 self._counters.observe(
                     TransferSample(
@@ -110,16 +112,15 @@ class Transfers(Generic[StepOwnerT]):
             else:
                 yield StepEnded(owner, f"NIXL: {ended.reason}")
         for copied in self._copier.poll() if self._copier is not None else ():
-            owner = self._by_copy.pop(copied.copy)
-            self._remove(owner, self._steps[owner].copies, copied.copy)
+            owner = self._copies.pop(copied.copy)
+            self._steps[owner].copies -= 1
+            self._forget_if_over(owner)
             yield StepEnded(owner, copied.reason, is_copy=True, copied_bytes=copied.bytes)
 
     def _add_xfer(self, owner: StepOwnerT, xfer: XferId, peer: str) -> None:
         self._steps.setdefault(owner, _Steps()).xfers.add(xfer)
-        self._by_xfer[xfer] = owner
-        self._peers[xfer] = peer
+        self._xfers[xfer] = owner, peer
 
-    def _remove(self, owner: StepOwnerT, steps: set[StepT], step: StepT) -> None:
-        steps.discard(step)
-        if not self._steps[owner].xfers and not self._steps[owner].copies:
+    def _forget_if_over(self, owner: StepOwnerT) -> None:
+        if not self._steps[owner]:
             del self._steps[owner]

@@ -62,7 +62,7 @@ class Harness:
 
     def is_over(self):
         """Whether nothing is left of anything."""
-        tables = (self.part_writer._parts, self.part_writer._transfers._by_xfer, self.part_writer._transfers._by_copy)
+        tables = (self.part_writer._parts, self.part_writer._transfers._xfers, self.part_writer._transfers._copies)
         return not any(tables) and not self.slots.granted and not len(self.slots)
 
 

@@ -50,7 +50,7 @@ class MemoryCopier:
             self.before_copy(number)
             moved = 0 if self.failure else self._copy(*self.running[number])
             del self.running[number]
-            ended.append(CopyResult(number, self.failure, moved, 0.001))
+            ended.append(CopyResult(number, self.failure, moved))
             self._left = self.turns
         self._left = self._left - 1 if self.running else self.turns
         return ended

@@ -65,7 +65,7 @@ class RecordingCopier:
     into = out  # from slots into blocks
 
     def end(self, *copies, reason=""):
-        self._ended += [CopyResult(CopyId(copy), reason, 0 if reason else 64, 0.1) for copy in copies]
+        self._ended += [CopyResult(CopyId(copy), reason, 0 if reason else 64) for copy in copies]
 
     def poll(self):
         ended = self._ended

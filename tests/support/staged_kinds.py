@@ -59,7 +59,7 @@ class StreamCopier:
             failure = "a device error" if world.dice.random() < world.copies_fail else ""
             moved = 0 if failure else self.buffer.copy(copy_on_host, blocks, slots, direction)
             world.counts["copies failed" if failure else direction] += 1
-            ended.append(CopyResult(number, failure, moved, 0.001))
+            ended.append(CopyResult(number, failure, moved))
         return ended
 
 

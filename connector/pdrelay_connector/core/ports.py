@@ -153,15 +153,11 @@ class TransferAgent(Protocol):
 
 
 class CopyResult(NamedTuple):
-    """A copy between device and host has ended; ``reason`` is empty if it succeeded.
-
-    ``seconds`` does not include the time in the queue.
-    """
+    """A copy between device and host has ended; ``reason`` is empty if it succeeded."""
 
     copy: CopyId
     reason: str
     bytes: int
-    seconds: float
 
 
 class CacheReader(Protocol):

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, TypeAlias
@@ -55,14 +54,14 @@ class StagingBuffer:
         self.tensors: dict[str, torch.Tensor] = {}
         self._layers: list[_Layers] = []
         for name, cache in caches.items():
-            self._add(name, cache, groups[name], blocks)
+            self._add(name, cache, groups[name])
 
-    def _add(self, name: str, cache: torch.Tensor, group: int, blocks: int) -> None:
-        rows = cache.shape[0] // blocks
-        if rows * blocks != cache.shape[0] or not rows:
+    def _add(self, name: str, cache: torch.Tensor, group: int) -> None:
+        rows, rest = divmod(cache.shape[0], self._blocks)
+        if rest or not rows:
             raise UnsupportedCache(
-                f"layer {name} has {cache.shape[0]} rows; they must be a multiple of the {blocks} "
-                f"blocks"
+                f"layer {name} has {cache.shape[0]} rows; they must be a multiple of the "
+                f"{self._blocks} blocks"
             )
         shape = ((self.slots[group] + 1) * rows, *cache.shape[1:])
         pinned = cache.device.type != HOST and is_pin_memory_available()
@@ -76,11 +75,6 @@ class StagingBuffer:
             self._layers.append(layers := _Layers(group, rows, {}, {}))
         layers.cache[name] = cache
         layers.host[name] = host
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def regions(self, describe: Callable[[Tensors, int], tuple[Region, ...]]) -> tuple[Region, ...]:
         """Return the regions for peers; ``describe`` gets the tensors and their blocks."""
@@ -173,17 +167,14 @@ class ThreadCopier:
             self._wake()
 
     def _copied(self, job: _Job) -> CopyResult:
-        start = time.monotonic()
-        moved = 0
-        reason = ""
         try:
             with self._around(job.direction):
                 moved = self._buffer.copy(self._copy_rows, job.blocks, job.slots, job.direction)
         except Exception as exc:
             # a failed copy must not end the thread, which the other copies need
             logger.exception("pdrelay: copy %d (%s) failed", job.number, job.direction)
-            reason = f"{type(exc).__name__}: {exc}"
-        return CopyResult(job.number, reason, 0 if reason else moved, time.monotonic() - start)
+            return CopyResult(job.number, f"{type(exc).__name__}: {exc}", 0)
+        return CopyResult(job.number, "", moved)
 
 
 def copy_on_host(

@@ -116,13 +116,8 @@ class RegisteredMemory:
 
     @property
     def gigabytes(self) -> float:
-        """Size of one role's memory."""
-        return (
-            sum(
-                r.count * r.heads * r.tokens * r.parts * r.width for r in self.producer.info.regions
-            )
-            / 1e9
-        )
+        """Size of the memory that peers reach."""
+        return sum(size for _, size in self._spans) / 1e9
 
     def _buffer(self, caches: Tensors) -> StagingBuffer | None:
         engine_config = self._engine_config

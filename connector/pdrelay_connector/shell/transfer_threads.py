@@ -137,9 +137,7 @@ class TransferThreadStarter:
     ) -> PullReader:
         settings = self._settings
         peers = PeerTable(link, self._fingerprint, self._counters, retry_after=settings.retry_after)
-        staging: HostBuffer[RequestId] | None = None
-        if memory.buffer is not None:
-            staging = self._host_buffer(memory.buffer, link)
+        staging: HostBuffer[RequestId] | None = self._host_buffer(memory, link)
         return PullReader(
             link,
             self._recovering(mover, self._counters),
@@ -166,9 +164,7 @@ class TransferThreadStarter:
         memory: RoleMemory,
     ) -> PushWriter:
         timeout = self._settings.transfer_timeout
-        staging: HostBuffer[PartWriteId] | None = None
-        if memory.buffer is not None:
-            staging = self._host_buffer(memory.buffer, link)
+        staging: HostBuffer[PartWriteId] | None = self._host_buffer(memory, link)
         counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         return PushWriter(
             link,
@@ -204,7 +200,9 @@ class TransferThreadStarter:
         self._threads.stager = Runner("pdrelay-stager", stager, link)
         self._threads.stager.start()
 
-    def _host_buffer(self, buffer: StagingBuffer, link: SocketLink) -> HostBuffer[OwnerT]:
+    def _host_buffer(self, memory: RoleMemory, link: SocketLink) -> HostBuffer[OwnerT] | None:
+        if (buffer := memory.buffer) is None:
+            return None
         return HostBuffer(Slots[OwnerT](buffer.slots), self._copier(buffer, link))
 
     def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:

@@ -23,7 +23,7 @@ from pdrelay_connector.core.pull.load import LoadOrder
 from pdrelay_connector.core.pull.overdue_loads import OverdueLoads
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
-from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
+from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
 from pdrelay_connector.core.verify.comparison import compare, count, sums_of
@@ -225,22 +225,18 @@ class PDRelayConnectorWorker:
         """Compare pushed blocks with the checksums of the rank that wrote them."""
         if (checks := result.checks) is None:
             return result
-        counters = Counters()
-        failure = self._mismatch(checks, counters)
-        if failure:  # the scheduler counts the load: it may be wrong on several ranks
-            logger.warning("pdrelay: the push of %s failed: %s", result.request, failure)
-        self._forward(counters.take_report())
-        return result._replace(failure=failure)
-
-    def _mismatch(self, checks: LoadChecks, counters: Counters) -> str:
         memory = self._registered
         own = memory.consumer.info.worker
         sums = next(
             (rank_sums for rank_sums in checks.sums if rank_sums.worker == own), checks.sums[0]
         )
         comparison = compare(sums, checks.token_ranges, memory.cache)
+        if comparison.wrong:  # the scheduler counts the load: it may be wrong on several ranks
+            logger.warning("pdrelay: the push of %s failed: %s", result.request, comparison.failure)
+        counters = Counters()
         count(comparison, counters)
-        return comparison.failure
+        self._forward(counters.take_report())
+        return result._replace(failure=comparison.failure)
 
     @property
     def _registered(self) -> RegisteredMemory:

@@ -104,8 +104,7 @@ def check_round_trip(copiers, layout, rows, seed, device, copy_rows):
     ended = wait(copier, woken, 2)
 
     row = rows * HEADS * TOKENS * CONTENT * 2
-    assert [each[:3] for each in ended] == [(number, "", row * (2 * counts[0] + counts[1])) for number in numbers]
-    assert all(each.seconds >= 0 for each in ended)
+    assert ended == [(number, "", row * (2 * counts[0] + counts[1])) for number in numbers]
     for name, group in GROUPS.items():
         expected = before[name].clone()
         source = rows_of(before[name], blocks[group], rows)
@@ -128,7 +127,6 @@ def test_every_layer_has_contiguous_room_of_its_own(layout):
         assert tensor.is_contiguous()
         assert not tensor.any()
     assert len({tensor.data_ptr() for tensor in buffer.tensors.values()}) == len(LAYERS)
-    assert buffer.bytes == len(LAYERS) * (SLOTS + 1) * 2 * HEADS * TOKENS * CONTENT * 2
     assert buffer.slots == (SLOTS, SLOTS)
     assert buffer.regions(lambda tensors, blocks: (sorted(tensors), blocks)) == (list(LAYERS), SLOTS + 1)
 

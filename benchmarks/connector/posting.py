@@ -9,60 +9,28 @@ from one row (NIXL's Nx5 lists) in place of one for each.
 
 import argparse
 import itertools
-import json
-import subprocess
-import sys
 import time
-import uuid
 from statistics import median
 
 import numpy as np
 
+from benchmarks.connector.holder import Holder, own
+
 WAYS = ("list", "prepared", "strided")
-
-
-def new_agent():
-    from pdrelay_connector.io.nixl import make_agent
-
-    return make_agent(str(uuid.uuid4()), progress_delay_us=1000)
-
-
-def hold(size):
-    """Own the memory that is read."""
-    from pdrelay_connector.io.nixl import register
-
-    memory = np.ones(size, dtype=np.uint8)
-    agent = new_agent()
-    metadata = register(agent, "DRAM", 0, [(memory.ctypes.data, size)])
-    print(json.dumps({"metadata": metadata.hex(), "address": memory.ctypes.data}), flush=True)
-    sys.stdin.read()
 
 
 class Reader:
     """Reads blocks of the other process's memory, in random order, in one of the three ways."""
 
-    def __init__(self, blocks, size):
-        from pdrelay_connector.io.nixl import register
-
+    def __init__(self, holder, blocks, size):
         self.blocks, self.size = blocks, size
-        self.holder = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.connector.posting", "--hold", str(blocks * size)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.memory, self.agent = np.zeros(blocks * size, dtype=np.uint8), new_agent()
-        register(self.agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-        theirs = json.loads(
-            next(line for line in self.holder.stdout if line.startswith('{"metadata"'))
-        )
-        self.there = theirs["address"]
+        self.agent, self.memory, _ = own(blocks * size)
+        self.memory[:] = 0
         self.here = self.memory.ctypes.data
-        self.name = self.agent.add_remote_agent(bytes.fromhex(theirs["metadata"])).decode()
+        metadata, self.there = holder.described()
+        self.name = self.agent.add_remote_agent(metadata).decode()
         self.prepared = {}
         self.seconds_to_prepare = {}
-
-    def close(self):
-        self.holder.stdin.close()
-        self.holder.wait(10)
 
     def prepare(self, way):
         """Prepare the descriptors of both caches, once."""
@@ -117,23 +85,17 @@ def main(argv=None):
     parser.add_argument("--descriptors", type=int, default=10_000)
     parser.add_argument("--bytes", type=int, default=4096, help="of one")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--hold", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.hold:
-        hold(args.hold)
-        return
-    reader = Reader(args.descriptors, args.bytes)
     draw = np.random.default_rng(17)
     times = {way: [] for way in WAYS}
-    try:
+    with Holder(args.descriptors * args.bytes) as holder:
+        reader = Reader(holder, args.descriptors, args.bytes)
         for way in WAYS[1:]:
             reader.prepare(way)
         for _, way in itertools.product(range(args.rounds + 1), WAYS):
             there, here = (draw.permutation(args.descriptors).astype(np.int64) for _ in range(2))
             times[way].append(reader.post(way, there, here))
         assert reader.memory.all(), "not all bytes were read"
-    finally:
-        reader.close()
     print(
         f"{'way':<10} {'prepared once':>14} {'handle':>10} {'start':>10} {'whole':>10}   ms, "
         f"medians"

@@ -6,45 +6,20 @@ eight pieces at random places, over shared memory or TCP.
 """
 
 import argparse
-import json
 import os
 import random
-import subprocess
-import sys
 import time
-import uuid
 
 import numpy as np
 
+from benchmarks.connector.holder import Holder, own
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.core.ports import XferOutcome
 from support.proc import held_by
 
 SIZE, PIECE, MOST = 16 << 20, 4096, 8  # bytes of each memory and of a piece; pieces of a transfer
 TENTHS = 10
-
-
-def made():
-    """Return an agent, its memory and what a peer must know of it."""
-    from pdrelay_connector.io.nixl import make_agent, register
-
-    memory = np.ones(SIZE, dtype=np.uint8)
-    agent = make_agent(str(uuid.uuid4()), progress_delay_us=1000)
-    address = memory.ctypes.data
-    metadata = register(agent, "DRAM", 0, [(address, SIZE)])
-    return (
-        agent,
-        memory,
-        RankInfo(0, 1, metadata, "DRAM", 0, (Region(address, 1, 1, 1, SIZE, SIZE, SIZE, SIZE),)),
-    )
-
-
-def hold():
-    """Own the memory of the other end until stdin closes."""
-    agent, memory, info = made()
-    print(json.dumps({"info": [info.agent.hex(), memory.ctypes.data]}), flush=True)
-    sys.stdin.read()
-    del agent
+MOST_S = 1200.0
 
 
 class Mover:
@@ -53,16 +28,12 @@ class Mover:
     def __init__(self, holder):
         from pdrelay_connector.io.nixl import NixlTransferAgent
 
-        agent, self.memory, _ = made()
-        metadata, self.there = json.loads(
-            next(line for line in holder.stdout if line.startswith('{"info"'))
-        )["info"]
+        agent, self.memory, _ = own(SIZE)
+        metadata, self.there = holder.described()
         region = Region(self.there, 1, 1, 1, SIZE, SIZE, SIZE, SIZE)
         self.agent = NixlTransferAgent(agent, "DRAM", 0)
         self.draw = random.Random(3)
-        self.handle = self.agent.attach(
-            RankInfo(0, 1, bytes.fromhex(metadata), "DRAM", 0, (region,))
-        )
+        self.handle = self.agent.attach(RankInfo(0, 1, metadata, "DRAM", 0, (region,)))
 
     def move(self, number):
         places = self.draw.sample(range(SIZE // PIECE), self.draw.randrange(1, MOST + 1))
@@ -82,16 +53,10 @@ class Mover:
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--transfers", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=1200.0, help="at most")
     parser.add_argument("--tcp", action="store_true", help="not over shared memory")
-    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     os.environ |= {"UCX_NET_DEVICES": "lo", **({"UCX_TLS": "tcp"} if args.tcp else {})}
-    if args.hold:
-        hold()
-        return
-    argv = [sys.executable, "-m", "benchmarks.connector.transfer_soak", "--hold"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with Holder(SIZE) as holder:
         mover = Mover(holder)
         began = time.monotonic()
         print(
@@ -101,7 +66,7 @@ def main(argv=None):
         print("|---|---|---|---|---|---|---|---|")
         for number in range(1, args.transfers + 1):
             mover.move(number)
-            is_late = time.monotonic() - began > args.seconds
+            is_late = time.monotonic() - began > MOST_S
             if number % max(1, args.transfers // TENTHS) == 0 or number == 1000 or is_late:
                 cells = [f"{time.monotonic() - began:.0f}"]
                 for pid in (os.getpid(), holder.pid):
@@ -110,7 +75,6 @@ def main(argv=None):
                 print(f"| {number:,} | {' | '.join(cells)} |", flush=True)
             if is_late:
                 break
-        holder.stdin.close()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _FREED_AT_ONCE: Final = 8
 _FREEING_S: Final = 0.001  # seconds until the event loop has closed them
 _LACKING_S: Final = 0.05  # seconds until another try if none could be closed
+# seconds for an address before the next one of its name is tried, at least: RFC 8305, section 5
+_LEAST_ATTEMPT_S: Final = 0.25
 _CLEANUPS: Final = 8  # of idle connections, in the time that one may stay idle
 # Opens a connection to a host and a port for a protocol; raises OSError.
 Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
@@ -212,10 +214,13 @@ class Pool:
         return bool(idle)
 
     async def _connect(self, address: Address) -> Connection:
+        """Open a connection to the first address of its name that answers in its share of time."""
         ips = () if self._guard is None else await self._guard.ips_of(address)
         for ip in ips[:-1]:
+            share_s = max(_LEAST_ATTEMPT_S, self._connect_timeout_s / len(ips))
             with suppress(OSError):
-                return await self._connect_to(address, ip)
+                async with FairTimeout(share_s):
+                    return await self._connect_to(address, ip)
         return await self._connect_to(address, ips[-1] if ips else address.host)
 
     async def _connect_to(self, address: Address, host: str) -> Connection:

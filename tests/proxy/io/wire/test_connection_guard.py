@@ -1,5 +1,7 @@
 """Connections to engines that were added go where was looked, and nowhere else."""
 
+import asyncio
+
 import pytest
 
 from pdrelay_proxy.core.address import Address
@@ -9,8 +11,10 @@ from pdrelay_proxy.errors import EngineError, NotAllowed
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from pdrelay_proxy.io.wire import WireEngines
 from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.io.wire.pool import Pool
 from pdrelay_proxy.settings import Settings
 from support.sim import serving, sims
+from support.simulated_loop import in_simulated_time
 
 pytestmark = pytest.mark.edges
 
@@ -103,6 +107,24 @@ async def test_the_host_that_an_engine_is_told_is_the_name():
             await checks.metrics(instance)
 
     assert seen == [f"engine.invalid:{port}"] * 2
+
+
+@pytest.mark.parametrize("silent", [1, 8])
+def test_a_silent_address_leaves_time_for_the_others_of_its_name(silent):
+    """DNS may list hosts that are gone: a connection there is not refused, nothing comes back at all."""
+    ips = [f"10.0.0.{number}" for number in range(silent + 1)]
+    dialled = []
+
+    async def dial(protocol, host, port):
+        dialled.append(host)
+        if host != ips[-1]:
+            await asyncio.Event().wait()
+        protocol()
+
+    pool = Pool(keepalive_s=1, connect_timeout_s=5, guard=guard(Names(ips)), dial=dial)
+    in_simulated_time(pool.open(Instance(InstanceId("prefill-0"), Role.PREFILL, at("p0.example"))))
+
+    assert dialled == ips
 
 
 async def test_a_name_that_leads_nowhere_cannot_be_reached():

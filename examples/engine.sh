@@ -7,8 +7,8 @@
 # ADDRESS          of this machine in the engines' network, a name or an IP
 # MODEL            what `vllm serve` is given
 # SECRETS          directory with the files connector-secret, engine-key and join-key (systemd's CREDENTIALS_DIRECTORY)
-# PDRELAY_ROUTER      URL of the router, for join and leave; PDRELAY_ROUTER_PIN is its certificate, if it is https. The router has
-#                  to see them come from ADDRESS: no proxy or NAT stands between, and both are in one network
+# PDRELAY_ROUTER   URL of the router, for join and leave; PDRELAY_ROUTER_PIN is its certificate, if it is https. The
+#                  router has to see them come from ADDRESS: no proxy or NAT stands between, and both are in one network
 # MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
 # MODE             pull (the default), push or auto, the same on all engines
 # KEY_FILE         the key of join and leave (SECRETS/join-key); only with the admin key they may run on another host

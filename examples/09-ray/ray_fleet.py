@@ -114,29 +114,11 @@ def start_router(args):
     router = ray.remote(Process).options(num_cpus=1, scheduling_strategy=here()).remote()
     tls = (secrets / "tls.crt").exists()
     url = f"{'https' if tls else 'http'}://{ray.get(router.address.remote())}:{args.port}"
-    argv = [
-        args.pdrelay,
-        "serve",
-        "--host",
-        args.host,
-        "--port",
-        str(args.port),
-        "--shutdown-timeout",
-        "600",
-    ]
-    argv += [
-        "--api-keys-file",
-        f"{secrets}/client-keys",
-        "--admin-key-file",
-        f"{secrets}/admin-key",
-    ]
-    argv += ["--join-key-file", f"{secrets}/join-key"]
-    argv += [
-        "--prefill-api-key-file",
-        f"{secrets}/engine-key",
-        "--decode-api-key-file",
-        f"{secrets}/engine-key",
-    ]
+    argv = [args.pdrelay, "serve", "--host", args.host, "--port", str(args.port)]
+    argv += ["--shutdown-timeout", "600", "--api-keys-file", f"{secrets}/client-keys"]
+    argv += ["--admin-key-file", f"{secrets}/admin-key", "--join-key-file", f"{secrets}/join-key"]
+    for role in ("prefill", "decode"):
+        argv += [f"--{role}-api-key-file", f"{secrets}/engine-key"]
     argv += ["--tls-cert", f"{secrets}/tls.crt", "--tls-key", f"{secrets}/tls.key"] if tls else []
     ray.get(router.start.remote([*argv, *args.router_args.split()], {}))
     return router, url
@@ -151,13 +133,12 @@ def start_engines(args, url, engines):
         "MODEL": args.model,
         "SERVED_NAME": args.served_name or args.model,
         "SECRETS": str(args.secrets),
-    }
-    env |= {
         "PDRELAY_ROUTER": url,
         "TENSOR_PARALLEL": str(max(1, args.gpus)),
         "ENGINE_ARGS": args.engine_args,
+        "PDRELAY": args.pdrelay,
+        "VLLM": args.vllm,
     }
-    env |= {"PDRELAY": args.pdrelay, "VLLM": args.vllm}
     env |= {"PDRELAY_ROUTER_PIN": f"{args.secrets}/tls.crt"} if url.startswith("https:") else {}
     kind = ray.remote(Engine).options(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)
     roles = ["prefill"] * args.prefill + ["decode"] * args.decode

@@ -33,13 +33,15 @@ class _RequestText(msgspec.Struct, frozen=True):
     example: Part
 
 
-class _File(msgspec.Struct, frozen=True):
+class _EndpointTexts(msgspec.Struct, frozen=True):
     endpoints: Mapping[str, EndpointText]
     requests: Mapping[str, _RequestText]
     schemas: Mapping[str, Part]
 
 
-_FILE: Final = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=_File)
+_FILE: Final = msgspec.json.decode(
+    Path(__file__).with_suffix(".json").read_bytes(), type=_EndpointTexts
+)
 ENDPOINT_TEXTS: Final = _FILE.endpoints
 # Answers, and the requests of endpoints with one leg, by the names of their schemas;
 # text_schemas.py has the others.

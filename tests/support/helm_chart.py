@@ -79,10 +79,10 @@ def least_values(least=LEAST):
         yield ["-f", file.name] if least else []
 
 
-def notes(*more, helm="helm4"):
+def notes(*more):
     """Return what helm says after an installation with these arguments, which is only pretended."""
     with least_values() as base:
-        text = run(helm, "install", "r", str(CHART), "--dry-run=client", "-n", "ns", *base, *more)
+        text = run("helm4", "install", "r", str(CHART), "--dry-run=client", "-n", "ns", *base, *more)
     return text.partition("NOTES:")[2]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 LOOKBACK_S = 300.0
+EVERY_S = 60.0  # between two looks, and between two samples
 NAME = "__name__"
 
 
@@ -32,9 +33,9 @@ def parsed(expression):
     return promql_parser.parse(expression)
 
 
-def series(given, interval_s=60.0):
+def series(given):
     """Read promtool's notation: {'name{label="x"}': '0+1x30 _x5'} becomes [(labels, [(time, value)])]."""
-    return [(_labels(name), _samples(values, interval_s)) for name, values in given.items()]
+    return [(_labels(name), _samples(values)) for name, values in given.items()]
 
 
 def _labels(text):
@@ -42,7 +43,7 @@ def _labels(text):
     return {NAME: name} | dict(re.findall(r'(\w+)="([^"]*)"', inner))
 
 
-def _samples(text, interval_s):
+def _samples(text):
     found = []
     for word in text.split():
         match = re.fullmatch(r"(_|-?[\d.]+)([+-][\d.]+)?(?:x(\d+))?", word)
@@ -54,7 +55,7 @@ def _samples(text, interval_s):
             found += [None] * (times or 1)
         else:
             found += [float(first) + step * n for n in range(times + 1)]
-    return [(n * interval_s, value) for n, value in enumerate(found) if value is not None]
+    return [(n * EVERY_S, value) for n, value in enumerate(found) if value is not None]
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Rule:
         return cls(parsed(rule["expr"]), int(number) * {"s": 1, "m": 60, "h": 3600}[unit], rule["labels"])
 
 
-def firing(rule, given, *, at_s, every_s=60.0):
+def firing(rule, given, *, at_s):
     """Return the labels of the alerts that fire at a time, having looked at the series once every interval."""
     since = {}
     firing = []
-    for step in range(int(at_s // every_s) + 1):
-        now = step * every_s
+    for step in range(int(at_s // EVERY_S) + 1):
+        now = step * EVERY_S
         found = [_without_name(labels) for labels in Evaluation(given, now).of(rule.expr)]
         since = {labels: since.get(labels, now) for labels in found}
         firing = [labels for labels, start in since.items() if now - start >= rule.for_s]

@@ -464,10 +464,10 @@ class PushWorld(Turns):
 
     # ---- short forms for stories
 
-    def prefill(self, name="t", blocks=3, *, chunk=None, prompt="digest"):
+    def prefill(self, name="t", blocks=3, *, chunk=None):
         """Compute a whole prompt, or only a chunk of it."""
         if name not in self.p.computing:
-            assert self.p.begin(name, blocks, prompt)
+            assert self.p.begin(name, blocks, "digest")
         if chunk is None:
             assert self.p.lend(name, now=self.now)
         else:

@@ -59,11 +59,11 @@ class Incoming:
 class RawClient:
     """One connection; raises Over if it ends within its TLS handshake."""
 
-    def __init__(self, port, *, tls=None, timeout=20, address="127.0.0.1", host="127.0.0.1"):
-        self.sock = socket.create_connection((host, port), timeout=timeout, source_address=(address, 0))
+    def __init__(self, port, *, tls=None, timeout=20, address="127.0.0.1"):
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=timeout, source_address=(address, 0))
         if tls is not None:
             try:
-                self.sock = tls.wrap_socket(self.sock, server_hostname=host)
+                self.sock = tls.wrap_socket(self.sock, server_hostname="127.0.0.1")
             except (ConnectionError, ssl.SSLEOFError) as exc:
                 self.sock.close()
                 raise Over("the connection ended within its TLS handshake") from exc

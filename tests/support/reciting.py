@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 _LIMIT = 4 * 1024 * 1024  # bytes of a request's head
@@ -34,7 +34,6 @@ class Act:
     packets: tuple[tuple[float, bytes], ...]  # seconds before each, and its bytes
     end: End = End.KEEP
     unread: bool = False  # it ends as soon as the first byte of the request is there
-    named: bool = False  # its packets are bodies of whole answers, with @ID@ where the request's id belongs
 
     def __repr__(self) -> str:
         unread = "unread, " if self.unread else ""
@@ -105,11 +104,7 @@ class Cast:
             return True
         self.heard.append(heard)
         act = coming.pop(0) if coming else Act(((0.0, good(role, body)),))
-        return await _play(act if not act.named else _naming(act, headers[b"x-request-id"]), writer)
-
-
-def _naming(act: Act, name: bytes) -> Act:
-    return replace(act, packets=tuple((pause_s, whole(body.replace(b"@ID@", name))) for pause_s, body in act.packets))
+        return await _play(act, writer)
 
 
 async def _play(act: Act, writer: asyncio.StreamWriter) -> bool:

@@ -174,7 +174,7 @@ def make_victims(fleet, model, mode, lab):
     )
 
 
-def stalling(spec, seconds=STALL):
+def stalling(spec):
     """The same engine, with a step of so many seconds when it is asked for (``support.stalling``)."""
     config = transfer_config(spec) | {
         "kv_connector": "StallingConnector",
@@ -183,7 +183,7 @@ def stalling(spec, seconds=STALL):
     path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     return replace(
         spec,
-        extra_env={**spec.extra_env, "PYTHONPATH": path, STALL_SECONDS: str(seconds)},
+        extra_env={**spec.extra_env, "PYTHONPATH": path, STALL_SECONDS: str(STALL)},
         extra_args=(*spec.extra_args, "--kv-transfer-config", json.dumps(config)),
     )
 

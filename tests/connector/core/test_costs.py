@@ -6,10 +6,18 @@ Counted in lines of Python that run, not in seconds: the machine that tests may 
 import pytest
 
 from benchmarks.connector.leases import ABORTS, CASES, Harness, all_aborts_of_8000_requests, lender_of, name
-from pdrelay_connector.core.ids import EngineId
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId, ConnId, EngineId, PartId
+from pdrelay_connector.core.messages import CopyEnded, WorkerHello
+from pdrelay_connector.core.ports import MessageReceived
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.staging.slots import Slots
 from support.line_count import lines
+from support.recording_link import RecordingLink
 
 FEW, MANY = 300, 3000
+WORKER = ConnId(1)
 
 
 def a_turn_in_which_no_lease_ends(many):
@@ -17,8 +25,22 @@ def a_turn_in_which_no_lease_ends(many):
     return [lambda: lease_manager.advance(now=10.0)]
 
 
+def the_end_of_the_latest_copy_into_the_cache(many):
+    workers = WorkerLinks(RecordingLink(), {0: b"token"})
+    workers.add(WORKER, WorkerHello(0, b"token", receives_pushes=True))
+    receiver = StagingReceiver(RecordingLink(), Counters(), workers, Slots([1]))
+    for number in range(many):
+        receiver.copy_in(name(number), ((BlockId(1),),), ((BlockId(1),),))
+    return [lambda: receiver.on(MessageReceived(WORKER, CopyEnded(PartId(many), "")))]
+
+
 @pytest.mark.parametrize(
-    "case", [*(c for c in CASES if c is not all_aborts_of_8000_requests), a_turn_in_which_no_lease_ends]
+    "case",
+    [
+        *(c for c in CASES if c is not all_aborts_of_8000_requests),
+        a_turn_in_which_no_lease_ends,
+        the_end_of_the_latest_copy_into_the_cache,
+    ],
 )
 def test_ten_times_as_many_cost_no_more(case):
     """Each of these walked all of them: 1.7 ms with 20,000 leases, on a thread that shares the engine's lock."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, PartId, RequestId
@@ -15,13 +15,21 @@ BlocksByGroup = Sequence[Sequence[BlockId]]  # of each KV cache group
 
 
 @dataclass(slots=True)
-class _PendingCopies:
-    """One request's copies into the cache; ``unfinished``: with the ranks that must report them."""
+class _PendingRequest:
+    """A request whose slots are copied into the cache."""
 
-    unfinished: dict[PartId, tuple[CopyIn, set[int]]] = field(
-        default_factory=dict[PartId, tuple[CopyIn, set[int]]]
-    )
+    request: RequestId
+    copies: int = 0  # that have not ended
     failure: str = ""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy that has not ended on the ranks ``owing``."""
+
+    pending: _PendingRequest
+    order: CopyIn
+    owing: set[int]
 
 
 class StagingReceiver:
@@ -35,20 +43,21 @@ class StagingReceiver:
         self._counters = counters
         self._workers = workers
         self._numbers = map(PartId, itertools.count(1))
-        self._pending_copies: dict[RequestId, _PendingCopies] = {}
+        self._copies: dict[PartId, _Copy] = {}
         self._copied_in: list[tuple[RequestId, str]] = []
 
     def __len__(self) -> int:
-        return len(self._pending_copies) + len(self.slots)
+        return len(self._copies) + len(self.slots)
 
     def copy_in(self, request: RequestId, slots: BlocksByGroup, blocks: BlocksByGroup) -> None:
         """Have every rank copy these slots into these blocks; answered by :meth:`take_copied`."""
-        copies = self._pending_copies[request] = _PendingCopies()
+        pending = _PendingRequest(request)
         for some_slots, some_blocks in zip(_cut(slots), _cut(blocks), strict=True):
             order = CopyIn(next(self._numbers), some_slots, some_blocks)
-            copies.unfinished[order.number] = order, set(self._workers.ranks)
+            self._copies[order.number] = _Copy(pending, order, set(self._workers.ranks))
+            pending.copies += 1
             self._workers.send_all(order)
-        self._finish_if_copied(request)
+        self._finish_if_copied(pending)
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
         """Return the requests whose copies have all ended, each with a failure or ''."""
@@ -87,28 +96,25 @@ class StagingReceiver:
                 return self._workers.rank_of(event.conn) is not None
 
     def _resend_copies(self, rank: int) -> None:
-        for copies in self._pending_copies.values():
-            for order, owing in copies.unfinished.values():
-                if rank in owing:
-                    self._workers.send(rank, order)
+        for copy in self._copies.values():
+            if rank in copy.owing:
+                self._workers.send(rank, copy.order)
 
     def _copied(self, number: PartId, rank: int, reason: str) -> None:
-        for request, copies in list(self._pending_copies.items()):
-            if number not in copies.unfinished or rank not in copies.unfinished[number][1]:
-                continue
-            copies.unfinished[number][1].discard(rank)
-            copies.failure = copies.failure or reason
-            if not copies.unfinished[number][1]:
-                del copies.unfinished[number]
-            self._finish_if_copied(request)
+        copy = self._copies.get(number)
+        if copy is None or rank not in copy.owing:
+            self._counters.count("unknown_transfer_messages")
             return
-        self._counters.count("unknown_transfer_messages")
+        copy.owing.remove(rank)
+        copy.pending.failure = copy.pending.failure or reason
+        if not copy.owing:
+            del self._copies[number]
+            copy.pending.copies -= 1
+            self._finish_if_copied(copy.pending)
 
-    def _finish_if_copied(self, request: RequestId) -> None:
-        copies = self._pending_copies[request]
-        if not copies.unfinished:
-            del self._pending_copies[request]
-            self._copied_in.append((request, copies.failure))
+    def _finish_if_copied(self, pending: _PendingRequest) -> None:
+        if not pending.copies:
+            self._copied_in.append((pending.request, pending.failure))
 
 
 def _cut(groups: BlocksByGroup) -> Iterator[tuple[tuple[BlockId, ...], ...]]:

@@ -27,7 +27,6 @@ from pdrelay_proxy.core.schemas import (
     PlainPrefillAnswer,
     PrefillAnswer,
     PromptIdsAnswer,
-    TokenCount,
     TokensAnswer,
     TransferNaming,
 )
@@ -176,8 +175,7 @@ def _params_and_count(
 ) -> tuple[msgspec.Raw, int | None]:
     """Return the KV parameters, null if there are none, and the prompt's tokens; raises NotJson."""
     if isinstance(parsed, TokensAnswer):
-        usage = parsed.usage
-        count = None if usage is None else maybe(usage.get("prompt_tokens", NULL), TokenCount)
+        count = None if parsed.usage is None else counted(to_raw(parsed.usage))
         return parsed.kv_transfer_params, count
     plain = maybe(answer, PlainPrefillAnswer) if parsed is None else parsed
     if plain is not None:

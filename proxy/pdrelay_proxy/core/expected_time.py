@@ -9,17 +9,15 @@ class ExpectedTime:
     """
 
     __slots__ = (
-        *(
-            "decode_hit",
-            "decode_s",
-            "pause_s",
-            "prefill_hit",
-            "prefill_s",
-            "queue_s",
-            "burden_s",
-            "tokens",
-            "transfer_s",
-        ),
+        "burden_s",
+        "decode_hit",
+        "decode_s",
+        "pause_s",
+        "prefill_hit",
+        "prefill_s",
+        "queue_s",
+        "tokens",
+        "transfer_s",
     )
 
     def __init__(

@@ -4,22 +4,20 @@ metric_families.py alone.
 Requests and legs add to plain numbers (core/counters.py); they become metrics only at a scrape.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final, cast
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.discovery.sources import Freshness
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.routing.fleet_groups import unpaired_in_steps
 from pdrelay_proxy.io.counted_metrics import COUNTED
 from pdrelay_proxy.io.metric_families import (
@@ -27,6 +25,7 @@ from pdrelay_proxy.io.metric_families import (
     CountedFamilies,
     Family,
     counter_family,
+    gauge_family,
     parts_of,
 )
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
@@ -66,15 +65,60 @@ class Metrics:
         ), content_type
 
     def _families(self) -> Iterator[Family | None]:
+        """Yield all families in an operator's order; None: a pause."""
         counters = yield from self._telemetry.counters_in_steps()
         yield None
-        running = self._telemetry.in_flight
-        collector = _Collector(counters, self._engines, self._admission, self._sources(), running)
+        known = frozenset([member.instance.id for member in self._engines.members()])
+        counted = CountedFamilies(counters, known)
         yield None
-        yield from collector.collect()
+        for metric in COUNTED:
+            yield from counted.family(metric)
+        yield from self._instances()
+        yield from self._queue()
+        yield from _discovery(self._sources())
         for families in self._features:
             yield from families()
         yield from cast("Iterator[Family]", ProcessCollector(registry=None).collect())
+
+    def _instances(self) -> Iterator[Family | None]:
+        members = self._engines.members()
+        text = "1 for the state an engine is in, 0 for the others."
+        labels = "instance", "role", "state"
+        for part in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
+            yield gauge_family(
+                "pdrelay_instance_state",
+                text,
+                labels,
+                [
+                    ((member.instance.id, role, state), state is member.life.state)
+                    for member in part
+                    for role in Role
+                    if member.as_role(role) is not None
+                    for state in HealthState
+                ],
+            )
+        running = self._telemetry.in_flight
+        text = "Legs an engine has now."
+        for part in parts_of(members, SERIES_AT_ONCE):
+            legs = [
+                ((member.instance.id, member.role), running.get(member.instance.id, 0))
+                for member in part
+            ]
+            yield gauge_family("pdrelay_legs_in_flight", text, ("instance", "role"), legs)
+        text = "Engines that may serve, and fit no engine of the other role though there are some."
+        unpaired = yield from unpaired_in_steps(self._engines)
+        alone = [((role,), count) for role, count in unpaired.items()]
+        yield gauge_family("pdrelay_unpaired_instances", text, ("role",), alone)
+
+    def _queue(self) -> Iterator[Family]:
+        admission = self._admission
+        text = "Requests in the queue of the admission control."
+        yield gauge_family("pdrelay_requests_waiting", text, (), [((), admission.waiting)])
+        text = "Requests that are being served."
+        yield gauge_family("pdrelay_requests_running", text, (), [((), admission.admitted)])
+        text = "Requests that the admission control refused, by the limit."
+        refused = [((limit.value,), count) for limit, count in admission.refused.items()]
+        yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
 
 
 class _Single:
@@ -143,89 +187,14 @@ def _joined(
     yield end
 
 
-class _Collector:
-    """Builds metrics from the numbers, in an operator's order; None: a pause."""
-
-    def __init__(
-        self,
-        counters: Counters,
-        engines: Registry,
-        admission: Admission,
-        sources: Sequence[Freshness],
-        running: Mapping[InstanceId, int],
-    ) -> None:
-        self._engines = engines
-        self._admission = admission
-        self._sources = sources
-        self._running = running  # legs, by engine
-        known = frozenset([member.instance.id for member in engines.members()])
-        self._counted = CountedFamilies(counters, known)
-
-    def collect(self) -> Iterator[Family | None]:
-        """Read everything once."""
-        for metric in COUNTED:
-            yield from self._counted.family(metric)
-        yield from self._instances()
-        yield from self._queue()
-        yield from _discovery(self._sources)
-
-    def _instances(self) -> Iterator[Family | None]:
-        state = GaugeMetricFamily(
-            "pdrelay_instance_state",
-            "1 for the state an engine is in, 0 for the others.",
-            labels=("instance", "role", "state"),
-        )
-        legs = GaugeMetricFamily(
-            "pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role")
-        )
-        members = self._engines.members()
-        for part in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
-            state.samples = []
-            for member in part:
-                for role in Role:
-                    if member.as_role(role) is not None:
-                        for state_name in HealthState:
-                            state.add_metric(
-                                (member.instance.id, role, state_name),
-                                state_name is member.life.state,
-                            )
-            yield state
-        for part in parts_of(members, SERIES_AT_ONCE):
-            legs.samples = []
-            for member in part:
-                names = (member.instance.id, member.role)
-                legs.add_metric(names, self._running.get(member.instance.id, 0))
-            yield legs
-        text = "Engines that may serve, and fit no engine of the other role though there are some."
-        alone = GaugeMetricFamily("pdrelay_unpaired_instances", text, labels=("role",))
-        for role, count in (yield from unpaired_in_steps(self._engines)).items():
-            alone.add_metric((role,), count)
-        yield alone
-
-    def _queue(self) -> Iterator[Family | None]:
-        admission = self._admission
-        text = "Requests in the queue of the admission control."
-        yield GaugeMetricFamily("pdrelay_requests_waiting", text, value=admission.waiting)
-        text = "Requests that are being served."
-        yield GaugeMetricFamily("pdrelay_requests_running", text, value=admission.admitted)
-        text = "Requests that the admission control refused, by the limit."
-        refused = [((limit.value,), count) for limit, count in admission.refused.items()]
-        yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
-
-
 def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:
-    synced = GaugeMetricFamily(
-        "pdrelay_discovery_synced",
-        "1 if a source of engines has been read since the start.",
-        labels=("source",),
-    )
+    labels = ("source",)
+    text = "1 if a source of engines has been read since the start."
+    synced = [((view.source,), view.is_synced) for view in sources]
+    yield gauge_family("pdrelay_discovery_synced", text, labels, synced)
     text = "Seconds for which nobody has known whether the last view of a source is still so."
-    age = GaugeMetricFamily("pdrelay_discovery_age_seconds", text, labels=("source",))
-    engines = GaugeMetricFamily(
-        "pdrelay_discovery_engines", "Engines that a source names.", labels=("source",)
-    )
-    for freshness in sources:
-        synced.add_metric((freshness.source,), freshness.is_synced)
-        age.add_metric((freshness.source,), freshness.age_s)
-        engines.add_metric((freshness.source,), freshness.engines)
-    yield from (synced, age, engines)
+    age = [((view.source,), view.age_s) for view in sources]
+    yield gauge_family("pdrelay_discovery_age_seconds", text, labels, age)
+    text = "Engines that a source names."
+    engines = [((view.source,), view.engines) for view in sources]
+    yield gauge_family("pdrelay_discovery_engines", text, labels, engines)

@@ -19,7 +19,7 @@ _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 # Tokens that an engine has counted for a request. Prices, quotas and bills add them up, so a usage
 # with a number beyond any request's says nothing.
-TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+_TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -129,10 +129,10 @@ class Coordinates(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct):
     """In the words of the four APIs; that of messages leaves out of its input what was cached."""
 
-    prompt_tokens: TokenCount | None = None
-    input_tokens: TokenCount | None = None
-    cache_read_input_tokens: TokenCount | None = None
-    cache_creation_input_tokens: TokenCount | None = None
+    prompt_tokens: _TokenCount | None = None
+    input_tokens: _TokenCount | None = None
+    cache_read_input_tokens: _TokenCount | None = None
+    cache_creation_input_tokens: _TokenCount | None = None
 
 
 class PromptUsage(Usage):
@@ -164,8 +164,8 @@ class RawUsageAnswer(msgspec.Struct):
 class ServedUsage(Usage):
     """The same, and the tokens of the answer."""
 
-    completion_tokens: TokenCount | None = None
-    output_tokens: TokenCount | None = None
+    completion_tokens: _TokenCount | None = None
+    output_tokens: _TokenCount | None = None
 
 
 class ServedInside(msgspec.Struct):
@@ -221,8 +221,8 @@ class FinishedAnswer(ServedInside):
 class BilledUnits(msgspec.Struct):
     """What /v2/embed counts; of a request with an image, all of it is the image's (vLLM 0.32)."""
 
-    input_tokens: TokenCount | None = None
-    image_tokens: TokenCount | None = None
+    input_tokens: _TokenCount | None = None
+    image_tokens: _TokenCount | None = None
 
 
 class BilledMeta(msgspec.Struct):
@@ -240,13 +240,13 @@ class BilledAnswer(msgspec.Struct):
 class PromptTokensDetails(msgspec.Struct):
     """How much of a prompt an engine did not compute."""
 
-    cached_tokens: TokenCount | None = None
+    cached_tokens: _TokenCount | None = None
 
 
 class DetailedUsage(msgspec.Struct):
     """The usage of an engine with ``--enable-prompt-tokens-details``."""
 
-    prompt_tokens: TokenCount | None = None
+    prompt_tokens: _TokenCount | None = None
     prompt_tokens_details: PromptTokensDetails | None = None
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedRoleChanges:
-    """RoleChanges by a lease in a text that all routers share."""
+    """Changes roles by a lease in a text that all routers share. No method raises."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LeasedRoleChanges:
         self._holder: str | None = None  # logged last
 
     async def hold(self) -> RoleHold:
-        """Take or renew the lease."""
+        """Take or renew the lease, and return who holds it."""
         try:
             view = self._lease.view_of(
                 await self._text.read(), now=self._clock(), wall=self._wall()
@@ -56,7 +56,10 @@ class LeasedRoleChanges:
         return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.changed_at))
 
     async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
-        """Record a role change, and begin it."""
+        """Record a role change and begin it; return why it did not begin (empty: it did).
+
+        ``counts``: it counts against turns_per_hour.
+        """
         try:
             text = await self._text.read()
             now = self._clock()

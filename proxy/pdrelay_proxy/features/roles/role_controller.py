@@ -114,41 +114,38 @@ class RoleController:
     def decide(self, fleet: FleetSnapshot, *, now: float) -> RoleDecision:
         """Decide by the next snapshot."""
         self._meter.add_readings(fleet.readings)
-        engines = _engines(fleet)
+        engines = Split(
+            *(sum([reading.role is role for reading in fleet.readings]) for role in Role)
+        )
         prefill = self._meter.prefill(fleet.queued_requests)
         decode = self._meter.decode(prefill)
         changed_at = self._changes_of_hour(fleet.changed_at, now)
+        lacks: Role | None = None
+        change: RoleChange | None = None
         if fleet.serving_both and not fleet.trouble:
+            self._lacks = None
             verdict, why, change = self._assignment(fleet, engines, prefill, decode)
-            self._lacks = None
-            needed = self._lasting_need(now)
             lacks = None if change is None else change.role
-            return RoleDecision(
-                verdict, why, engines, prefill, decode, needed, len(changed_at), lacks, change
-            )
-        trouble = fleet.trouble or self._trouble(fleet, engines, prefill, decode, now)
-        if trouble or prefill is None or decode is None:
+        elif (
+            (why := fleet.trouble or self._trouble(fleet, engines, prefill, decode, now))
+            or prefill is None
+            or decode is None
+        ):
             self._lacks = None
-            return RoleDecision(
-                Verdict.UNKNOWN,
-                trouble,
-                engines,
-                prefill,
-                decode,
-                self._lasting_need(now),
-                len(changed_at),
-            )
-        busy = Busy(prefill.busy, decode.busy, self._targets.utilisation)
-        self._needs.append((now, needed_split(busy, self._limits.least)))
-        lacks = lacking(busy, engines)
-        verdict, why = self._verdict(fleet, busy, lacks, changed_at, now=now)
-        change = None
-        if verdict is Verdict.TURN and lacks is not None:
-            change = RoleChange(_first(fleet.readings, OTHER[lacks]).name, lacks)
-            why = f"{change.instance} to {lacks}: {why}"
-            changed_at = (*changed_at, now)
-            self._lacks = None
-            self._own = changed_at
+            verdict = Verdict.UNKNOWN
+        else:
+            busy = Busy(prefill.busy, decode.busy, self._targets.utilisation)
+            self._needs.append((now, needed_split(busy, self._limits.least)))
+            lacks = lacking(busy, engines)
+            verdict, why = self._verdict(fleet, engines, busy, lacks, changed_at, now=now)
+            if verdict is Verdict.TURN and lacks is not None:
+                # the same engine at all controllers, independent of loads
+                first = min(_able(fleet.readings, OTHER[lacks]), key=_key)
+                change = RoleChange(first.name, lacks)
+                why = f"{change.instance} to {lacks}: {why}"
+                changed_at = (*changed_at, now)
+                self._lacks = None
+                self._own = changed_at
         return RoleDecision(
             verdict,
             why,
@@ -205,7 +202,7 @@ class RoleController:
             )
 
         role = max(roles, key=need)
-        first = min(able, key=lambda reading: reading.key)
+        first = min(able, key=_key)
         state = f"{engines.prefill} engines are prefill and {engines.decode} are decode"
         return (
             Verdict.ASSIGN,
@@ -258,13 +255,13 @@ class RoleController:
     def _verdict(
         self,
         fleet: FleetSnapshot,
+        engines: Split,
         busy: Busy,
         lacks: Role | None,
         changed_at: Sequence[float],
         *,
         now: float,
     ) -> tuple[Verdict, str]:
-        engines = _engines(fleet)
         if idle := self._idle_verdict(fleet):
             self._lacks = None
             return idle
@@ -308,17 +305,12 @@ class RoleController:
         return Verdict.TURN, state
 
 
-def _engines(fleet: FleetSnapshot) -> Split:
-    return Split(*(sum([reading.role is role for reading in fleet.readings]) for role in Role))
-
-
 def _able(readings: Sequence[EngineReading], role: Role) -> list[EngineReading]:
     return [reading for reading in readings if reading.role is role and reading.may_turn]
 
 
-def _first(readings: Sequence[EngineReading], role: Role) -> EngineReading:
-    """Return the engine that changes: the same one at all controllers, independent of loads."""
-    return min(_able(readings, role), key=lambda reading: reading.key)
+def _key(reading: EngineReading) -> str:
+    return reading.key
 
 
 def _state(busy: Busy, engines: Split) -> str:

@@ -9,8 +9,8 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, Instance, Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals, engine_totals
+from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
 from pdrelay_proxy.features.roles.role_board import RoleBoard
-from pdrelay_proxy.features.roles.role_changes import RoleChanges
 from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from pdrelay_proxy.features.roles.role_lease import RoleHold
 from pdrelay_proxy.io.background import meanwhile, repeatedly
@@ -33,7 +33,7 @@ class RoleWatch:
         queued: Callable[[], int],
         every_s: float,
         clock: Callable[[], float],
-        role_changes: RoleChanges | None = None,
+        role_changes: LeasedRoleChanges | None = None,
     ) -> None:
         """``role_changes``: begins role changes if this router decides; None: a dry run."""
         self._registry = registry

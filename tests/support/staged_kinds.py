@@ -14,8 +14,7 @@ from pdrelay_connector.core.ports import CopyResult
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.session.peers import PeerTable
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
-from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.slots import HostBuffer, Slots
 from pdrelay_connector.core.staging.worker import StagingWorker
 from support.async_kinds import AsyncEngine, AsyncPair
 from support.engines import FINGERPRINT

@@ -13,8 +13,7 @@ from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.session.handshake import ProcessRole, badge_of
 from pdrelay_connector.core.session.peers import PeerTable
-from pdrelay_connector.core.staging.host_buffer import HostBuffer, OwnerT
-from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.slots import HostBuffer, OwnerT, Slots
 from pdrelay_connector.core.staging.worker import StagingWorker
 from pdrelay_connector.core.verify.sampling import Sampling
 from pdrelay_connector.io.link import SocketLink

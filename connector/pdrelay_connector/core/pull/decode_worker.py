@@ -40,9 +40,8 @@ from pdrelay_connector.core.ports import (
 from pdrelay_connector.core.pull.load import UNDER_WAY, Load, LoadEvent, LoadOrder, LoadState
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
 from pdrelay_connector.core.staging.kept_slots import KeptSlots
-from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.slots import HostBuffer, Slots
 from pdrelay_connector.core.timeline import TimelineStep
 from pdrelay_connector.core.transfer.remote_memory import RemoteEngines
 from pdrelay_connector.core.transfer.transfers import (

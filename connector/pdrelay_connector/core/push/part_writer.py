@@ -11,7 +11,7 @@ from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId
 from pdrelay_connector.core.layout.transfer_plan import Spans, TokenRange
 from pdrelay_connector.core.ports import TransferAgent
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.slots import HostBuffer
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
 from pdrelay_connector.core.transfer.transfers import (

@@ -53,7 +53,7 @@ from pdrelay_connector.core.push.push_job import (
     TransferOver,
 )
 from pdrelay_connector.core.session.scheduler_link import SchedulerLink
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.slots import HostBuffer
 from pdrelay_connector.core.timeline import TimelineStep
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL

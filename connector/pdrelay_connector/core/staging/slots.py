@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from pdrelay_connector.core.ids import BlockId
+from pdrelay_connector.core.ports import Copier
 from pdrelay_connector.errors import HostBufferTooSmall, IllegalTransition
 
 OwnerT = TypeVar("OwnerT", bound=Hashable)
@@ -101,3 +102,10 @@ class Slots(Generic[OwnerT]):
         ):
             for slot in slots:
                 heapq.heappush(free, slot)
+
+
+class HostBuffer(NamedTuple, Generic[OwnerT]):
+    """The slots of a host buffer, and what copies between them and the cache."""
+
+    slots: Slots[OwnerT]
+    copier: Copier

@@ -19,8 +19,7 @@ from pdrelay_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIM
 from pdrelay_connector.core.pull.load import LoadOrder, LoadState
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.peers import PATIENCE, PeerTable
-from pdrelay_connector.core.staging import host_buffer
-from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.slots import HostBuffer, Slots
 from pdrelay_connector.errors import IllegalTransition
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
 from support.in_memory import InMemoryLink, InMemoryTransferAgent
@@ -370,7 +369,7 @@ class Harness:
         self.slots, self.counters = Slots((slots,)), Counters()
         peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
         own = changed(rank_info("d-host", blocks=slots + 1), staged=True)
-        host = host_buffer.HostBuffer(self.slots, self.copier)
+        host = HostBuffer(self.slots, self.copier)
         self.reader = PullReader(self.link, self.mover, peers, self.counters, own, timeout=TIMEOUT, staging=host)
 
     def load(self, request="a", blocks=3):

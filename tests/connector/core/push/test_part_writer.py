@@ -14,8 +14,7 @@ from pdrelay_connector.core.push.part_writer import (
     PartWriteEnded,
     PartWriter,
 )
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
-from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.slots import HostBuffer, Slots
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
 from pdrelay_connector.errors import HostBufferTooSmall, ProtocolViolation, TransferError

@@ -132,7 +132,6 @@ class RoutingHints:
     session: str | None  # the id of its conversation, if a policy uses it
     # the prompt (or messages) as JSON text, as it came; empty: unused
     prompt: bytes | memoryview
-    tokens: int | None  # length of the prompt; None: unknown
     rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes
     again: bool  # it failed before at another engine
     # the other fields of the request
@@ -145,7 +144,6 @@ class RoutingHints:
         model: str | None = None,
         session: str | None = None,
         prompt: bytes | memoryview = b"",
-        tokens: int | None = None,
         rank: int | None = None,
         *,
         again: bool = False,
@@ -154,7 +152,6 @@ class RoutingHints:
         self.model = model
         self.session = session
         self.prompt = prompt
-        self.tokens = tokens
         self.rank = rank
         self.again = again
         self.context = context
@@ -178,8 +175,8 @@ class RoutingHints:
 
     def _with(self, model: str | None, *, again: bool) -> "RoutingHints":
         hints = RoutingHints(
-            model, self.session, self.prompt, self.tokens, self.rank, again=again, context=self.context
-        )  # fmt: skip
+            model, self.session, self.prompt, self.rank, again=again, context=self.context
+        )
         hints._blocks = self._blocks
         return hints
 

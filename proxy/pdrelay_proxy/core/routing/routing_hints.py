@@ -31,7 +31,6 @@ def hints_of_call(
         model_of(fields) if model is None else model,
         session,
         prompt,
-        None,
         call.rank,
         context=fields,
     )

@@ -22,7 +22,7 @@ def test_model_session_rank_and_the_beginning_of_the_prompt(api):
     """The prompt as it came: a policy compares beginnings, and must not need a parser."""
     raw = b'{"model":"m","%s" : [ "a",  "b" ]}' % PROMPTS[api].encode()
 
-    assert hints_of_call(call_of(api, raw, 3), "s") == RoutingHints("m", "s", b'[ "a",  "b" ]', None, 3)
+    assert hints_of_call(call_of(api, raw, 3), "s") == RoutingHints("m", "s", b'[ "a",  "b" ]', 3)
 
 
 def test_a_long_prompt_is_neither_copied_nor_compared():

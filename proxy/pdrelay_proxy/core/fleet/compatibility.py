@@ -150,10 +150,12 @@ def fit(prefill: EngineCapabilities, decode: EngineCapabilities, model: str | No
     """Tell whether two engines can share a request for a model; None: for their base model."""
     if prefill.engine_id in (decode.incompatible or ()):
         return False
-    theirs = prefill.adapter_root(model)
-    ours = decode.adapter_root(model)
-    has_same_adapter = theirs is None or ours is None or theirs == ours
-    return has_same_adapter and agree(compared(prefill), compared(decode))
+    if model is not None:
+        theirs = prefill.adapter_root(model)
+        ours = decode.adapter_root(model)
+        if theirs is not None and ours is not None and theirs != ours:
+            return False
+    return agree(compared(prefill), compared(decode))
 
 
 def agree(prefill: Compared, decode: Compared) -> bool:

@@ -148,7 +148,9 @@ class Candidates:
             prefill_facts = [_of_adapter(facts, adapter) for facts in prefill_facts]
             decode_facts = [_of_adapter(facts, adapter) for facts in decode_facts]
         grouping = group_known(prefill, prefill_facts, decode, decode_facts)
-        fits = partial(self._registry.fits, model=adapter)
+        fits: Fits = self._registry.fits  # it is called for each of thousands
+        if adapter is not None:
+            fits = partial(self._registry.fits, model=adapter)
         if not grouping.pairs:
             grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
             fits = partial(_are_compatible, self._registry, model=adapter)

@@ -141,12 +141,6 @@ def test_all_routers_of_a_fleet_are_named_in_one_datagram():
     assert last.exchange.peers == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"xpI1", b"xpI1" + bytes(60), b"xpI1" + bytes(1300)])
-def test_bytes_that_are_no_introduction_are_dropped(data):
-    """They come from a network."""
-    assert OneRouter(1).meets(data) in (DatagramFault.MALFORMED, DatagramFault.TAG)
-
-
 def test_a_router_does_not_meet_itself():
     """It may be in its own list of peers."""
     one = OneRouter(1)

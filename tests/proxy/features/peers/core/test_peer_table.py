@@ -57,7 +57,7 @@ def test_what_is_repeated_does_not_keep_a_router():
 
     assert table.hear(A, LOADS, 7, now=2.0) is DatagramFault.LATE
     assert table.expire(now=3.1) == ([A], [])
-    assert table.hear(A, LOADS, 7, now=3.2) is DatagramFault.LATE
+    assert table.hear(A, LOADS, 6, now=3.2) is DatagramFault.LATE
     assert table.hear(A, PROBES, 1, now=3.2) is None
 
 

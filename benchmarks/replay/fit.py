@@ -42,19 +42,9 @@ KV_TOKENS = 65_536
 WORDS = (260, 512)  # tokens of the tiny model that are pieces of words
 MIXED = 120  # requests of the load that nothing is fitted to
 OUT, PAGE = ROOT / ".pdrelay/bench/engine.json", ROOT / ".pdrelay/bench/fit.md"
-SEARCHED = (
-    *(
-        "step_s",
-        "prefill_token_s",
-        "prefill_request_s",
-        "decode_request_s",
-        "decode_context_s",
-        "leg_s",
-    ),
-    *("api_request_s", "api_prompt_token_s", "api_token_s", "jitter"),
-)
 TRIES = 500  # changes that are tried
-ALONE = {
+# What is searched for, and where it begins if the first guess has nothing of it.
+SEARCHED = {
     "jitter": 0.1, "prefill_request_s": 1e-3, "api_request_s": 1e-3, "api_token_s": 1e-4, "api_prompt_token_s": 1e-6,
     "step_s": 1e-3, "prefill_token_s": 1e-5, "decode_request_s": 1e-5, "decode_context_s": 1e-9, "leg_s": 1e-3,
 }  # fmt: skip
@@ -272,7 +262,7 @@ def searched(model, loads, singles, *, tries=TRIES):
     The size of the changes follows how often they succeed (the rule of one fifth, Rechenberg 1973).
     """
     chance = np.random.default_rng(0)
-    best = np.log([getattr(model, name) or ALONE[name] for name in SEARCHED])
+    best = np.log([getattr(model, name) or begin for name, begin in SEARCHED.items()])
     least = loss(_engine(model, best), loads, singles)
     size = 0.5
     for _ in range(tries):
@@ -437,12 +427,9 @@ def _error(made, seen):
 def compare(name, load, real, made):
     """Print both sides of a load, and how far requests are from what is foretold."""
     print(f"\n{name}: {len(load)} requests in {load[-1][0]:.0f} s")
-    for title, index in (("TTFT", 0), ("ITL", 2)):
-        sides = [np.hstack([each[index] for each in side]) for side in (real, made)]
-        for what, value in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-            seen, told = (float(np.quantile(side, value)) for side in sides)
-            both = f"measured {seen * 1e3:7.1f} ms, simulated {told * 1e3:7.1f} ms"
-            print(f"  {title} {what}: {both}, {told / seen - 1:+.0%}")
+    for what, seen, told in _numbers(real, made):
+        both = f"measured {seen * 1e3:7.1f} ms, simulated {told * 1e3:7.1f} ms"
+        print(f"  {what}: {both}, {_error(told, seen)}")
     for title, index in (("TTFT", 0), ("mean ITL", 1)):
         errors = np.array(
             [told[index] / seen[index] - 1 for seen, told in zip(real, made, strict=True)]

@@ -1,6 +1,5 @@
 """Checks of what pods may ask for, and who may reach them: see helm_checks.py."""
 
-from support.helm_calls import LEASE, PODS, STORE
 from support.helm_objects import (
     COMPONENT,
     WORKER_INDEX,
@@ -13,6 +12,11 @@ from support.helm_objects import (
     router,
     templates,
 )
+
+# What a router asks of the Kubernetes API: the chart's Role must allow this, and nothing more.
+PODS = {("", "pods", verb) for verb in ("list", "watch")}
+LEASE = {("coordination.k8s.io", "leases", verb) for verb in ("get", "patch")}
+STORE = {("", "configmaps", verb) for verb in ("list", "watch", "patch")}
 
 
 def rbac(objects):

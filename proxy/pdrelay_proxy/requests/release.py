@@ -3,8 +3,7 @@ never sent.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final, Protocol, Self
 
 from pdrelay_proxy.core.model import EngineResponse, Instance, LegRequest
@@ -33,13 +32,17 @@ class Releaser:
     def __init__(self, engines: ReleaseSender, listeners: Sequence[Releases] = ()) -> None:
         self._engines = engines
         self._listeners = listeners
-        self._background = Background(_MOST)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._background.drain(_TIMEOUT_S)
+        if self._tasks:
+            _done, late = await asyncio.wait(self._tasks, timeout=_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def release(
         self, prefill: Instance, legs: Sequence[LegRequest], abandoning: LegRequest
@@ -56,8 +59,12 @@ class Releaser:
         self._start(prefill, _twice(leg))
 
     def _start(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
-        if not self._background.start(partial(self._release, prefill, legs)):
+        if len(self._tasks) >= _MOST:
             self._report(prefill, freed=False)
+            return
+        task = asyncio.create_task(self._release(prefill, legs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _release(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
         """Send legs until one is answered with the status that stands beside it."""
@@ -81,28 +88,3 @@ def _twice(abandoning: LegRequest) -> Sequence[tuple[LegRequest, int]]:
     a whole lease.
     """
     return [(abandoning, _OK), (abandoning, _OK)]
-
-
-class Background:
-    """Work that no request waits for; bounded, and over when the router is."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, work: Callable[[], Coroutine[None, None, None]]) -> bool:
-        """Start it, unless so many others are still at work: then return False."""
-        if len(self._tasks) >= self._most:
-            return False
-        task = asyncio.create_task(work())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return True
-
-    async def drain(self, seconds: float) -> None:
-        """Let what is at work come to its end, for so many seconds at most."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=seconds)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)

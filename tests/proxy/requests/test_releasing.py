@@ -369,6 +369,20 @@ async def test_what_cannot_be_given_back_is_counted():
     assert len(notes.told) == 70
 
 
+async def test_a_router_that_ends_does_not_wait_for_a_silent_engine():
+    """It waits as long as an engine may take to free blocks, and then drops what is under way."""
+    prefill = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
+
+    class Silent:
+        async def post(self, leg, *, timeout_s):
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(6), Releaser(Silent()) as releaser:
+        releaser.abandon(prefill, LegRequest(prefill, "/v1/completions", b"{}", ()))
+
+    assert len(asyncio.all_tasks()) == 1
+
+
 def test_the_release_asks_for_more_than_any_engine_has():
     """And says nothing of what the client wrote but the model: another prompt would do as well."""
     fields = decode(b'{"model":"m","messages":[],"max_tokens":5}', Fields)

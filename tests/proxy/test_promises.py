@@ -289,7 +289,7 @@ class Boom(Exception):
 
 REQUEST, RESPONSE = "pdrelay_proxy.requests.request", "pdrelay_proxy.requests.response.HttpResponse"
 BREAKABLE = ["pdrelay_proxy.requests.dispatch.decode_body"]
-BREAKABLE += [f"pdrelay_proxy.requests.{name}" for name in ("leg_sending.prefill_body", "attempt.prompt_tokens")]
+BREAKABLE += [f"pdrelay_proxy.requests.{name}" for name in ("leg_sending.prefill_body", "attempt_legs.prompt_tokens")]
 BREAKABLE += ["pdrelay_proxy.requests.legs.prompt_tokens_in"]
 BREAKABLE += ["pdrelay_proxy.requests.leg_bodies.LegBodies.read_handover", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 

@@ -94,6 +94,15 @@ async def test_a_client_that_asks_for_the_usage_has_it(yes):
     assert engine.options == [options] * 3
 
 
+@pytest.mark.parametrize("options", [{"include_usage": "abc"}, {"include_usage": 2}, {"continuous_usage_stats": []}])
+async def test_options_that_vllm_refuses_are_left_to_it(options):
+    """A client's mistake has the same answer with quotas and without."""
+    engine = Engine()
+    await served(engine, stream_options=options)
+
+    assert engine.options == [options] * 3
+
+
 async def test_the_usage_of_engines_that_always_add_it_is_not_hidden():
     """vLLM's --enable-force-include-usage: somebody bills clients by it."""
     engine = Engine(forces=True)

@@ -14,6 +14,7 @@ from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, maybe, to_raw
 _APIS: Final = frozenset({Api.COMPLETIONS, Api.CHAT})  # the others always have it
 _OPTIONS: Final = "stream_options"
 _YES: Final = frozenset({"1", "on", "t", "true", "y", "yes"})  # for pydantic, in any case
+_NO: Final = frozenset({"0", "off", "f", "false", "n", "no"})
 _ASKED: Final[Fields] = {"include_usage": TRUE, "continuous_usage_stats": FALSE}
 _DATA: Final = b"data:"
 # of the event that has nothing but the usage: as vLLM writes JSON, and as Python does
@@ -29,23 +30,27 @@ def asking_for_usage(api: Api, fields: Fields) -> Fields | None:
     """Return the fields of a request for a stream with its usage; None: its client has asked, or it
     is no stream without.
     """
-    if api not in _APIS or not _is_on(fields.get("stream", NULL)):
+    if api not in _APIS or not _boolean(fields.get("stream", NULL)):
         return None
     options = maybe(fields.get(_OPTIONS, NULL), Fields)
     if options is None and fields.get(_OPTIONS, NULL) != NULL:
         return None  # the engine refuses it
     options = options or {}
-    if _is_on(options.get("include_usage", NULL)):
+    given = [_boolean(options.get(name, NULL)) for name in _ASKED]
+    if given[0] or None in given:
         return None
     return fields | {_OPTIONS: to_raw(options | _ASKED)}
 
 
-def _is_on(value: msgspec.Raw) -> bool:
-    """Tell whether vLLM takes a value for true."""
-    if value == TRUE or value is NULL:
+def _boolean(value: msgspec.Raw) -> bool | None:
+    """Read a boolean as vLLM's pydantic does; None: it refuses the value."""
+    if value is NULL or value == TRUE:
         return value == TRUE
     read = maybe(value, object)
-    return read.lower() in _YES if isinstance(read, str) else read == 1
+    if isinstance(read, str):
+        word = read.lower()
+        return True if word in _YES else False if word in _NO else None
+    return bool(read) if read is None or read in (0, 1) else None
 
 
 def without_usage(lines: bytes) -> bytes:

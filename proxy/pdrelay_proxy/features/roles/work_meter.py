@@ -279,11 +279,20 @@ def _prompts(totals: EngineTotals) -> float:
 
 
 def _is_restarted(before: EngineTotals, now: EngineTotals) -> bool:
+    """Tell whether any total is lower than it was: others may be higher again by now."""
+    return any(
+        later < earlier for earlier, later in zip(_totals(before), _totals(now), strict=True)
+    )
+
+
+def _totals(sample: EngineTotals) -> tuple[float, ...]:
     return (
-        now.computed_tokens < before.computed_tokens
-        or now.prompts < before.prompts
-        or now.itl_count < before.itl_count
-        or now.itl_sum_s < before.itl_sum_s
+        sample.computed_tokens,
+        sample.prompts,
+        sample.itl_count,
+        sample.itl_sum_s,
+        sample.prefill_s or 0.0,
+        sample.steps or 0.0,
     )
 
 

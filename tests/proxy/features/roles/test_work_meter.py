@@ -1,5 +1,7 @@
 """The work that is measured, beside the work that ``pdrelay plan`` computes of the same traffic."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdrelay_proxy.core.model import InstanceId, Role
@@ -87,6 +89,21 @@ def test_a_restarted_engine_begins_anew():
 
     assert "e00" in found.why
     assert found.prefill.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("total", ["prefill_s", "steps"])
+def test_an_engine_that_soon_has_more_prompts_than_before_its_restart_begins_anew(total):
+    """Its first prompt had compiled kernels for half a minute: that it now has worked for less is no negative time."""
+    meter = WorkMeter(TARGETS)
+    young = EngineTotals(0.0, 0.0, 0.0, 0.1, 100.0, 1.0, 0.0, 0.0, prefill_s=30.0, steps=40.0)
+    again = replace(young, at=35.0, computed_tokens=900.0, prompts=9.0, **{total: 5.0})
+    unknown = list[int]()
+    for totals in (young, replace(young, at=30.0), again):
+        readings = [EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)]
+        meter.add_readings(readings)
+        unknown.append(len(meter.unknown(readings, totals.at)))
+
+    assert unknown == [1, 0, 1]
 
 
 def shown_by_vllm(looks, *, per_s, prompt, prefill_s, together=1, running=0.0):

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -274,34 +273,6 @@ def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
     assert [one.message for one in caplog.records] == [
         "there are no engines, and requests get 503: write prefill and decode into pdrelay.toml and send SIGHUP"
     ]
-
-
-def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
-    """It brings libraries that a router does not need."""
-    module = types.ModuleType("pdrelay_tools.local.up")
-
-    def add_arguments(parser):
-        parser.add_argument("--engine")
-        parser.set_defaults(run=lambda args: 7 if args.engine == "sim" else 1)
-
-    module.add_arguments = add_arguments
-
-    assert main_with(monkeypatch, None, ["serve", "--decode", "a:1", "b:1", "--port", "x"]) == 2
-    assert main_with(monkeypatch, module, ["up", "--engine", "sim"]) == 7
-
-
-def main_with(monkeypatch, module, argv):
-    """Run with this module in the place of ``up``; None makes importing it fail."""
-    import pdrelay_tools.local
-
-    monkeypatch.setitem(sys.modules, "pdrelay_tools.local.up", module)
-    monkeypatch.setattr(pdrelay_tools.local, "up", module, raising=False)
-    if module is None:
-        monkeypatch.delattr(pdrelay_tools.local, "up")
-    try:
-        return main(argv)
-    except SystemExit as done:
-        return done.code
 
 
 def test_help_begins_with_what_most_routers_need(capsys):

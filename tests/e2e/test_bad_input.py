@@ -93,25 +93,6 @@ def test_the_official_client_reads_what_the_suite_reads(official_client, referen
     assert whole.usage.prompt_tokens == completion.prompt_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("two prompts", {"prompt": ["a quiet river", "seven silver letters in the harbor"], "echo": True}),
-        ("two answers", {"n": 2, "temperature": 0.7, "seed": 7}),
-        ("echo", {"echo": True}),
-        ("prompt logprobs", {"prompt_logprobs": 1}),
-        ("one token", {"max_tokens": 1}),
-    ],
-)
-def test_requests_that_cannot_be_split_are_right(one_pair, engines, name, extra):
-    """One engine serves them: an echo, for example, needs the logits of the prompt, which no KV cache has."""
-    body = {**with_fields("/v1/completions", temperature=0, seed=0, logprobs=1), **extra}
-    ours, reference = (post(url, "/v1/completions", body).json() for url in (one_pair, engines.reference.base_url))
-
-    assert [c["text"] for c in ours["choices"]] == [c["text"] for c in reference["choices"]]
-    assert [c["logprobs"]["tokens"] for c in ours["choices"]] == [c["logprobs"]["tokens"] for c in reference["choices"]]
-
-
 def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer):
     """A router that gives one request another one's KV params: D notices and computes the prompt itself.
 

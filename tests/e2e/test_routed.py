@@ -1,6 +1,5 @@
 """What the router does beyond the ordinary request, on real engines: other APIs, drains, load, clients that leave."""
 
-import itertools
 import json
 import socket
 import threading
@@ -27,60 +26,6 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 def post(url, path, body, **headers):
     return httpx.post(url + path, json=body, headers=headers, timeout=60, trust_env=False)
-
-
-BODIES = {
-    "/v1/responses": {"model": "tiny", "input": WORDS, "max_output_tokens": 16, "temperature": 0, "store": False},
-    "/v1/messages": {
-        "model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 16, "temperature": 0,
-    },
-    "/inference/v1/generate": {
-        "model": "tiny", "token_ids": [*range(20, 420)], "sampling_params": {"max_tokens": 16, "temperature": 0},
-    },
-}  # fmt: skip
-
-
-def said(path, answer):
-    """Return the text of an answer, of either API."""
-    assert answer.status_code == 200, answer.text
-    data = answer.json()
-    if path == "/inference/v1/generate":
-        return [choice["token_ids"] for choice in data["choices"]], data["usage"]["completion_tokens"]
-    if path == "/v1/messages":
-        return [part["text"] for part in data["content"]], data["usage"]["output_tokens"]
-    parts = [part for item in data["output"] for part in item.get("content") or ()]
-    return [part["text"] for part in parts], data["usage"]["output_tokens"]
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_the_younger_apis_go_over_two_legs(one_pair, engines, path):
-    """The text is the reference's, and D has loaded the prompt."""
-    with Watch(engines.d0) as decode:
-        ours = said(path, post(one_pair, path, BODIES[path]))
-
-    assert ours == said(path, post(engines.reference.base_url, path, BODIES[path]))
-    assert decode.delta(LOADS) == 1
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_the_younger_apis_stream(one_pair, engines, path):
-    """Events are those of the engine, to the proper end."""
-
-    def stream(url):
-        """Return the names of the events, each once in a row (how many tokens share one is chance), and the text."""
-        lines = post(url, path, {**BODIES[path], "stream": True}).text.splitlines()
-        names = [line for line in lines if line.startswith("event: ")]
-        datas = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
-        ids = [token for data in datas for choice in data.get("choices", ()) for token in choice["token_ids"]]
-        deltas = [data["delta"] for data in datas if "delta" in data]
-        text = "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
-        return [name for name, _ in itertools.groupby(names)], text, ids
-
-    with Watch(engines.d0) as decode:
-        ours = stream(one_pair)
-
-    assert ours == stream(engines.reference.base_url)
-    assert decode.delta(LOADS) == 1
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

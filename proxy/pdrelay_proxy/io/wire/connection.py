@@ -30,6 +30,12 @@ class Owner(Protocol):
         """Note that it can be used no more: called once, as soon as that is known."""
         ...
 
+    def stale(self, connection: "Connection", /) -> None:
+        """Note that it was closed under a request, as idle connections are: called before
+        ``ended``.
+        """
+        ...
+
     def closed(self, connection: "Connection", /) -> None:
         """Note that its socket is closed: called once, after ``ended``."""
         ...
@@ -276,5 +282,7 @@ class Connection:
         if reply is not None:
             is_unheard = self._is_reused and not self._reader.in_response
             is_stale = is_unheard and self.clock() - self.heard_at < STALE_S
+            if is_stale:
+                self._owner.stale(self)
             reply.broke_off(exc, was_stale=is_stale, was_sent=self.is_sent)
         self._owner.ended(self)

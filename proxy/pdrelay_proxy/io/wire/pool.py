@@ -179,6 +179,11 @@ class Pool:
                 connection.peer.idle.remove(connection)
                 self.idle -= 1
 
+    def stale(self, connection: Connection, /) -> None:
+        """Close the idle connections of its engine: they have been idle for longer."""
+        for idle in tuple(connection.peer.idle):
+            idle.abort()  # which removes it from the list
+
     def closed(self, connection: Connection, /) -> None:
         """Forget a connection."""
         self._open.discard(connection)

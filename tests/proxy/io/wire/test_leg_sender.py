@@ -131,3 +131,23 @@ def test_an_idle_connection_that_is_closed_under_a_request_is_told_from_an_engin
         run(loop, main(leg_to(engine)))
 
     assert type(caught.value) is kind
+
+
+def test_a_closed_idle_connection_ends_those_that_were_idle_for_longer(loop):
+    """An engine that closes each of them upon a request costs one retry, and not one for each."""
+
+    def script(engine, talk):
+        talk.request()
+        talk.send(answer())
+        talk.request()
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            await asyncio.gather(*(engines.post(leg, timeout_s=5) for _ in range(3)))
+            assert engines.pool.idle == 3
+            with pytest.raises(ConnectionStale):
+                await engines.post(leg, timeout_s=5)
+            assert engines.pool.idle == 0
+
+    with raw_engine(script) as engine:
+        run(loop, main(leg_to(engine)))

@@ -10,6 +10,7 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, maybe, to_raw
+from pdrelay_proxy.core.schemas import UsageEvent
 
 _APIS: Final = frozenset({Api.COMPLETIONS, Api.CHAT})  # the others always have it
 _OPTIONS: Final = "stream_options"
@@ -19,11 +20,6 @@ _ASKED: Final[Fields] = {"include_usage": TRUE, "continuous_usage_stats": FALSE}
 _DATA: Final = b"data:"
 # of the event that has nothing but the usage: as vLLM writes JSON, and as Python does
 _MARKS: Final = (b'"choices":[]', b'"choices": []')
-
-
-class _UsageEvent(msgspec.Struct):
-    usage: Fields
-    choices: list[msgspec.Raw]
 
 
 def asking_for_usage(api: Api, fields: Fields) -> Fields | None:
@@ -68,5 +64,5 @@ def without_usage(lines: bytes) -> bytes:
 
 
 def _is_usage(line: bytes) -> bool:
-    event = maybe(line[len(_DATA) :], _UsageEvent) if line.startswith(_DATA) else None
+    event = maybe(line[len(_DATA) :], UsageEvent) if line.startswith(_DATA) else None
     return event is not None and not event.choices

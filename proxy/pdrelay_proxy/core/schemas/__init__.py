@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from pdrelay_proxy.core.raw_json import NULL
+from pdrelay_proxy.core.raw_json import NULL, Fields
 
 # What an engine says of itself is kept, logged and shown: as long as a path may be, and no longer.
 EngineFact: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -159,6 +159,13 @@ class RawUsageAnswer(msgspec.Struct):
     """An answer whose usage is looked at by name."""
 
     usage: msgspec.Raw = NULL
+
+
+class UsageEvent(msgspec.Struct):
+    """An event of a stream that has a usage, and choices or none."""
+
+    usage: Fields
+    choices: list[msgspec.Raw]
 
 
 class ServedUsage(Usage):

@@ -18,8 +18,9 @@ import time
 import warnings
 from collections import Counter
 
-# Engines that lose each other have much to say.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# Engines that lose each other have much to say. Tests that import this module read vLLM's log.
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import

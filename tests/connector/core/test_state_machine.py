@@ -30,7 +30,7 @@ LIVES = {  # module: (one that is in a state, what its errors call it)
         "landing of d-a",
     ),
     part_writer: (lambda state: part_writer._PartWrite(7, (), (), state), "write of part 7"),
-    staged_read: (lambda state: staged_read.StagedPart(1, STAGE, 0.0, state=state), "part 0 of t"),
+    staged_read: (lambda state: staged_read.StagedPart(1, STAGE, state), "part 0 of t"),
 }
 
 

@@ -54,6 +54,7 @@ class Fleet:
             self.looks[name].append(now)
             if self.schedule.is_whole(member, now=now):
                 self.whole[name].append(now)
+                member.asked_at = now
             takes = 0.001 if name in self.refuses else TIMEOUT_S if name in self.gone else self.answer_s
             heapq.heappush(self.open, (now + takes, name))
         self.most_on = max(self.most_on, len(self.open))

@@ -63,7 +63,6 @@ _INSIDE = {
     "test_a_fault_of_our_own_is_told_logged": "puts a fault into a module from outside",
     "test_a_client_that_cannot_be_told_anything": "the same",
     "test_pairing_costs": "counts what is looked at in a class of its own",
-    "test_asked_usage": "sees what a request costs by a method that it puts into the gate",
 }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
 from pdrelay_connector.core.ids import EngineEndpoint, EngineId, RequestId
@@ -20,7 +20,7 @@ from pdrelay_connector.io.link import SocketLink
 from pdrelay_connector.io.nixl import NixlTransferAgent, RemoteAgents
 from pdrelay_connector.io.recovering_agent import RecoveringAgent
 from pdrelay_connector.io.runner import CoreT, Runner
-from pdrelay_connector.settings import Mode
+from pdrelay_connector.settings import Mode, Settings
 from pdrelay_connector.shell.devices import binding
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.host_staging import StagingBuffer, ThreadCopier
@@ -28,9 +28,6 @@ from pdrelay_connector.shell.metadata import RankHandshake
 from pdrelay_connector.shell.network import open_link
 from pdrelay_connector.shell.registered_memory import RegisteredMemory, RoleMemory
 from pdrelay_connector.shell.timeline_notes import are_wanted
-
-if TYPE_CHECKING:
-    from pdrelay_connector.settings import Settings
 
 ReaderThread: TypeAlias = Runner[PullReader] | Runner[ReturningWriter]
 WriterThread: TypeAlias = Runner[PushWriter] | Runner[ReturningWriter]
@@ -64,7 +61,7 @@ class TransferThreadStarter:
     def __init__(
         self,
         engine_config: EngineConfig,
-        settings: "Settings",
+        settings: Settings,
         memory: RegisteredMemory,
         handshake: RankHandshake,
         *,

@@ -58,13 +58,12 @@ class Fuzz:
         return [one for one in found if one is not None]
 
     async def _one(self, http, path, raw):
-        try:
-            (*ours, way), (*expected, _) = await asyncio.gather(
-                *(answer(http, url + path, raw) for url in (self.url, self.reference))
-            )
-        except httpx.ReadTimeout:
+        both = [answer(http, url + path, raw) for url in (self.url, self.reference)]
+        answers = await asyncio.gather(*both, return_exceptions=True)  # none goes on behind the end of the batch
+        if any(isinstance(one, httpx.ReadTimeout) for one in answers):
             self.statuses["hung up"] += 1
             return None
+        (*ours, way), (*expected, _) = answers
         self.statuses[ours[0]] += 1
         if ours[0] == 200 and "prefill;" in way:
             self.split[path, isinstance(ours[1], list)] += 1

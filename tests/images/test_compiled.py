@@ -63,6 +63,7 @@ _INSIDE = {
     "test_a_fault_of_our_own_is_told_logged": "puts a fault into a module from outside",
     "test_a_client_that_cannot_be_told_anything": "the same",
     "test_pairing_costs": "counts what is looked at in a class of its own",
+    "test_a_session_that_came_before": "the same",
 }
 
 
